@@ -114,10 +114,10 @@ def linear_distillation_loss(
     count = checked_denominator(layout, denominator, live)
     weights = token_weights(OBJECTIVES["dapo"], live, mask is None, None, 0, count, layout.dtype)
     no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=layout.device)
-    asked = layout.asked(no_targets, temperature, live, want_entropy=False)
+    request = layout.request(no_targets, temperature, live, want_entropy=False)
     needs = Needs.of([torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in head])
     weights, unit = gradient_unit(head.hidden.dtype, weights)
-    out = linear_divergence(head, ref, asked, weights, float(beta), needs, plan)
+    out = linear_divergence(head, ref, request, weights, float(beta), needs, plan)
     return DistillationOutput(out.loss / unit, out.divergence.view(layout.shape))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo_kernels.backends import cpu_backend
 from dapo_kernels.objectives.table import is_number
-from dapo_kernels.records import LARGEST_LOGPROB, Asked, accumulate_dtype, on_host, readable
+from dapo_kernels.records import LARGEST_LOGPROB, RowRequest, accumulate_dtype, on_host, readable
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -162,22 +162,22 @@ class Layout:
             raise self.fail("temperature", "positive and finite", value)
         return float(value), None
 
-    def asked(
+    def request(
         self,
         target_ids: Any,
         temperature: float | Tensor,
         live: Tensor,
         want_entropy: bool,
         sampling_mask: SamplingMask | None = None,
-    ) -> Asked:
+    ) -> RowRequest:
         """Return the checked request for every row."""
         if isinstance(target_ids, Tensor) and (target_ids.is_floating_point() or target_ids.dtype == torch.bool):
             raise TypeError(f"{self.caller}: target_ids must be integers, got {target_ids.dtype}")
         targets = self.per_token("target_ids", target_ids, torch.int64)
-        asked = Asked(targets, live, *self._temperature(temperature), want_entropy)
-        return asked if sampling_mask is None else self._with_lists(asked, sampling_mask)
+        request = RowRequest(targets, live, *self._temperature(temperature), want_entropy)
+        return request if sampling_mask is None else self._with_lists(request, sampling_mask)
 
-    def _with_lists(self, asked: Asked, lists: Any) -> Asked:
+    def _with_lists(self, request: RowRequest, lists: Any) -> RowRequest:
         if not isinstance(lists, SamplingMask):
             raise TypeError(f"{self.caller}: sampling_mask must be a SamplingMask, got {type(lists).__name__}")
         for name, x, shape in (("ids", lists.ids, "[K]"), ("offsets", lists.offsets, f"[N+1]=[{self.n_rows + 1}]")):
@@ -195,12 +195,12 @@ class Layout:
                 "sampling_mask.offsets", f"non-decreasing from 0 to K={len(ids)}", _short(lists.offsets.tolist())
             )
         if readable(ids):
-            _check_once(self, ids, offsets, asked.live)
+            _check_once(self, ids, offsets, request.live)
         if on_host(ids):  # takes a quarter of the time of searchsorted
             rows = torch.repeat_interleave(counts, output_size=ids.shape[0])
         else:
             rows = torch.searchsorted(offsets, torch.arange(ids.shape[0], device=self.device), right=True) - 1
-        return asked._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows)
+        return request._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows)
 
     def check_logprobs(self, name: str, values: Tensor, live: Tensor) -> None:
         """Raise ValueError for a live value above 0, such as a probability. Skipped on a GPU; metrics count them there.

@@ -84,13 +84,13 @@ def token_logprobs(
         layout = layout_of("token_logprobs", "logits", logits, target_ids=target_ids)
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
-        asked = layout.asked(target_ids, temperature, layout.live(None), entropy, sampling_mask)
+        request = layout.request(target_ids, temperature, layout.live(None), entropy, sampling_mask)
         backend_name = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1])
         in_place = inplace_backward and from_rows.may_work_in_place(logits)
         if in_place:
             check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, backend_name, asked, valid_vocab)
-    stats = from_rows.stats_of(logits, asked, server, in_place)
+    server = shared_server(layout, shard, logits, backend_name, request, valid_vocab)
+    stats = from_rows.stats_of(logits, request, server, in_place)
     return _shaped(layout, stats.logprobs, stats.entropy)
 
 
@@ -137,9 +137,9 @@ def linear_token_logprobs(
         if options:
             raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
         check_flag(layout, "entropy", entropy)
-        asked = layout.asked(target_ids, temperature, layout.live(mask), entropy, sampling_mask)
-    head, plan = shared_plan(layout, shard, head, plan, asked)
-    stats = from_hidden.linear_stats(head, asked, plan)
+        request = layout.request(target_ids, temperature, layout.live(mask), entropy, sampling_mask)
+    head, plan = shared_plan(layout, shard, head, plan, request)
+    stats = from_hidden.linear_stats(head, request, plan)
     return _shaped(layout, stats.logprobs, stats.entropy)
 
 

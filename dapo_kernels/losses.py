@@ -19,7 +19,7 @@ from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of,
 from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
-from dapo_kernels.records import Asked, Default, HeadOptions, Needs
+from dapo_kernels.records import Default, HeadOptions, Needs, RowRequest
 from dapo_kernels.sharding import (
     GroupOption,
     RaiseEverywhere,
@@ -337,23 +337,23 @@ def _from_logits(
     with RaiseEverywhere(shard, logits):
         layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
-        call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
+        call, request = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
         backend_name = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
         # The in-place form has no effect in a compiled graph: the compiler plans buffers itself.
         in_place = in_place and from_rows.may_work_in_place(logits)
         if in_place:
             check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, backend_name, asked, valid, call)
+    server = shared_server(layout, shard, logits, backend_name, request, valid, call)
     call = call.shared_by(None if shard is None else shard.group)
     if not call.one_visit:
-        stats = from_rows.stats_of(logits, asked, server, in_place)
+        stats = from_rows.stats_of(logits, request, server, in_place)
         return _of_stats(call, stats.logprobs, stats.entropy, backend_name)
     if in_place:
         weights, unit = gradient_unit(logits.dtype, call.tokens.weights)
-        rest = (asked, call.tokens._replace(weights=weights), call.scalars, server)
+        rest = (request, call.tokens._replace(weights=weights), call.scalars, server)
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
-    out = from_rows.logits_loss(logits, asked, call.tokens, call.scalars, server)
+    out = from_rows.logits_loss(logits, request, call.tokens, call.scalars, server)
     return _output(call, out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl)
 
 
@@ -371,17 +371,17 @@ def _from_hidden(
     with RaiseEverywhere(shard, weight):
         layout = layout_of(caller, "hidden", hidden, options.pop("cu_seqlens", None), parts_of(shard), target_ids)
         head, plan = head_of_call(layout, hidden, weight, options.get("mask"), options)
-        call, asked = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
-    head, plan = shared_plan(layout, shard, head, plan, asked, call)
+        call, request = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
+    head, plan = shared_plan(layout, shard, head, plan, request, call)
     call = call.shared_by(None if shard is None else shard.group)
     needs = Needs.of([torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in head])
     if not any(needs) or not (call.one_visit or call.one_visit_user_loss):
-        stats = from_hidden.linear_stats(head, asked, plan)
+        stats = from_hidden.linear_stats(head, request, plan)
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)
     weights, unit = gradient_unit(head.hidden.dtype, call.tokens.weights)
     tokens = call.tokens._replace(weights=weights)
     with as_number(call.objective.own) as own:
-        out = from_hidden.linear_loss(head, asked, tokens, call.scalars._replace(own=own), needs, plan)
+        out = from_hidden.linear_loss(head, request, tokens, call.scalars._replace(own=own), needs, plan)
     return _output(call, out.loss / unit, *out[1:5])
 
 
@@ -392,12 +392,12 @@ def _row_call(
     advantages: Tensor,
     objective: Chosen,
     options: RowOptions,
-) -> tuple[PolicyCall, Asked]:
+) -> tuple[PolicyCall, RowRequest]:
     want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
     temperature, sampling_mask = options.pop("temperature", 1.0), options.pop("sampling_mask", None)
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
     want_entropy = want_entropy or call.needs_entropy
-    return call, layout.asked(target_ids, temperature, call.tokens.live, want_entropy, sampling_mask)
+    return call, layout.request(target_ids, temperature, call.tokens.live, want_entropy, sampling_mask)
 
 
 def _of_stats(call: PolicyCall, logprobs: Tensor, entropy: Tensor | None, backend_name: str) -> LossOutput:

@@ -150,13 +150,13 @@ def preference_loss(
         want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
         temperature = options.pop("temperature", 1.0)
         call = PairCall.of(layout, ref_logprobs, options)
-        asked = layout.asked(target_ids, temperature, call.live, want_entropy)
+        request = layout.request(target_ids, temperature, call.live, want_entropy)
         backend_name = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1])
         in_place = in_place and from_rows.may_work_in_place(logits)
         if in_place:
             check_rows_apart(layout, logits)
-    server = shared_server(layout, shard, logits, backend_name, asked, valid, call)
-    stats = from_rows.stats_of(logits, asked, server, in_place)
+    server = shared_server(layout, shard, logits, backend_name, request, valid, call)
+    stats = from_rows.stats_of(logits, request, server, in_place)
     return call.output(stats.logprobs, stats.entropy)
 
 
@@ -200,9 +200,9 @@ def linear_preference_loss(
         left_out = options.get("pairs") if options.get("mask") is None else options["mask"]  # either can exclude tokens
         head, plan = head_of_call(layout, hidden, weight, left_out, options)
         call = PairCall.of(layout, ref_logprobs, options)
-        asked = layout.asked(target_ids, temperature, call.live, want_entropy)
-    head, plan = shared_plan(layout, shard, head, plan, asked, call)
-    stats = from_hidden.linear_stats(head, asked, plan)
+        request = layout.request(target_ids, temperature, call.live, want_entropy)
+    head, plan = shared_plan(layout, shard, head, plan, request, call)
+    stats = from_hidden.linear_stats(head, request, plan)
     return call.output(stats.logprobs, stats.entropy)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-class Asked(NamedTuple):
+class RowRequest(NamedTuple):
     """The request for every row of logits: its target's log-prob at its temperature, and its entropy."""
 
     target_ids: Tensor  # int64 [N]
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     def tau(self) -> float | Tensor:
         return self.temperature if self.temperatures is None else self.temperatures
 
-    def at(self, rows: Tensor | slice) -> Asked:
+    def at(self, rows: Tensor | slice) -> RowRequest:
         temperatures = None if self.temperatures is None else self.temperatures[rows]
         part = self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
         if self.listed is None or self.kept_ids is None or self.kept_rows is None:
@@ -62,12 +62,12 @@ class Asked(NamedTuple):
             return of, of >= 0
         return torch.where(of >= 0, of, torch.arange(of.shape[0], device=of.device) % n), of >= 0
 
-    def without_others(self) -> Asked:
+    def without_others(self) -> RowRequest:
         """Return the request for the rows with a list. All other rows are dead."""
         assert self.listed is not None
         return self._replace(live=self.live & self.listed, listed=None, kept_ids=None, kept_rows=None)
 
-    def without_lists(self) -> Asked:
+    def without_lists(self) -> RowRequest:
         """Return the request for the rows without a list. All other rows are dead."""
         if self.listed is None:
             return self
@@ -237,10 +237,10 @@ class RowStats(NamedTuple):
     entropy: Tensor | None
 
     @classmethod
-    def empty(cls, asked: Asked, dtype: torch.dtype = torch.float32) -> RowStats:
+    def empty(cls, request: RowRequest, dtype: torch.dtype = torch.float32) -> RowStats:
         """Allocate the tensors for a kernel to fill."""
-        logprobs = torch.empty(asked.target_ids.shape, dtype=dtype, device=asked.target_ids.device)
-        entropy = torch.empty_like(logprobs) if asked.want_entropy else None
+        logprobs = torch.empty(request.target_ids.shape, dtype=dtype, device=request.target_ids.device)
+        entropy = torch.empty_like(logprobs) if request.want_entropy else None
         return cls(logprobs, logprobs.new_empty(*logprobs.shape, 2), entropy)
 
     def at(self, rows: Tensor | slice) -> RowStats:
@@ -327,13 +327,13 @@ class RowsLoss(NamedTuple):
     idle: Tensor  # bool: the gradient row is zero
 
     @classmethod
-    def empty(cls, asked: Asked, want_kl: bool) -> RowsLoss:
+    def empty(cls, request: RowRequest, want_kl: bool) -> RowsLoss:
         """Allocate the tensors for a kernel to fill, except the loss."""
-        logprobs = torch.empty(asked.target_ids.shape, dtype=torch.float32, device=asked.target_ids.device)
+        logprobs = torch.empty(request.target_ids.shape, dtype=torch.float32, device=request.target_ids.device)
         return cls(
             loss=logprobs,
             logprobs=logprobs,
-            entropy=torch.empty_like(logprobs) if asked.want_entropy else None,
+            entropy=torch.empty_like(logprobs) if request.want_entropy else None,
             clip_hit=torch.empty_like(logprobs, dtype=torch.int8),
             ref_kl=torch.empty_like(logprobs) if want_kl else None,
             idle=torch.empty_like(logprobs, dtype=torch.bool),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo_kernels.engine.shards import checksum, gathered_sequence, list_checksums, shard_columns, tell_of_refusal
 from dapo_kernels.layout import Layout, check_tensor, check_valid_vocab
-from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Asked, Default, Head, LoraFactors, Plan, Server, Terms
+from dapo_kernels.records import BY_VOCAB, OWN, SHAPES, Default, Head, LoraFactors, Plan, RowRequest, Server, Terms
 
 
 class GroupOption(TypedDict, total=False):
@@ -108,7 +108,7 @@ def parts_of(shard: Sharded | None) -> int:
 
 
 def shared_plan(
-    layout: Layout, shard: Sharded | None, head: Head, plan: Plan, asked: Asked, call: Call | None = None
+    layout: Layout, shard: Sharded | None, head: Head, plan: Plan, request: RowRequest, call: Call | None = None
 ) -> tuple[Head, Plan]:
     """Return the head with hidden states of all tokens, and the plan, after the ranks have agreed on the call."""
     with RaiseEverywhere(shard, head.weight):
@@ -116,7 +116,7 @@ def shared_plan(
     if shard is None:
         return head, plan
     settings = f"{_describe(head)}, {_describe(plan)}, sequence_parallel {shard.sequence_parallel}"
-    columns = _columns(layout, shard, asked, head.weight.shape[0], plan.valid, settings, call)
+    columns = _columns(layout, shard, request, head.weight.shape[0], plan.valid, settings, call)
     if shard.whole:
         return head, plan
     if shard.sequence_parallel:
@@ -144,7 +144,7 @@ def shared_server(
     shard: Sharded | None,
     logits: Tensor,
     backend: str,
-    asked: Asked,
+    request: RowRequest,
     valid: int | None,
     call: Call | None = None,
 ) -> Server:
@@ -152,7 +152,7 @@ def shared_server(
         _check_valid(layout, shard, valid, logits.shape[-1])
     if shard is None:
         return Server(backend, valid)
-    columns = _columns(layout, shard, asked, logits.shape[-1], valid, f"{backend}, {logits.dtype}", call)
+    columns = _columns(layout, shard, request, logits.shape[-1], valid, f"{backend}, {logits.dtype}", call)
     return Server(backend, valid) if shard.whole else Server(backend, valid, shard.group, columns)
 
 
@@ -161,13 +161,19 @@ def _check_valid(layout: Layout, shard: Sharded | None, valid: int | None, here:
 
 
 def _columns(
-    layout: Layout, shard: Sharded, asked: Asked, own: int, valid: int | None, settings: str, call: Call | None = None
+    layout: Layout,
+    shard: Sharded,
+    request: RowRequest,
+    own: int,
+    valid: int | None,
+    settings: str,
+    call: Call | None = None,
 ) -> Tensor:
     terms = Terms() if call is None else call.terms
-    settings = f"{settings}, temperature {asked.temperature}, entropy {asked.want_entropy}, valid_vocab {valid}"
+    settings = f"{settings}, temperature {request.temperature}, entropy {request.want_entropy}, valid_vocab {valid}"
     settings = f"{settings}, {terms.settings}"
     sum_of_inputs = checksum(
-        asked.live, (asked.target_ids, asked.temperatures, list_checksums(asked), *terms.per_token)
+        request.live, (request.target_ids, request.temperatures, list_checksums(request), *terms.per_token)
     )
     facts = (own, layout.n_rows, shard.vocab, shard.whole, valid or 0, settings, layout.caller, shard.group)
     return shard_columns(sum_of_inputs, *facts)

@@ -17,7 +17,7 @@ from dapo_kernels.backends.reference import check_rows, raise_bad_target, raise_
 from dapo_kernels.backends.structs import address, lists_of, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import RowRequest, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = True
 merge_norms = merge_cpp_norms
@@ -25,50 +25,54 @@ merge_norms = merge_cpp_norms
 _BAD_TARGET, _BAD_TEMPERATURE = 1, 2
 
 
-def _check(rows: Any, inputs: Any, asked: Asked, vocab: int) -> None:
-    if asked.partial:
+def _check(rows: Any, inputs: Any, request: RowRequest, vocab: int) -> None:
+    if request.partial:
         return
     fault, row = _C.find_fault(rows, inputs)
     if fault == _BAD_TARGET:
-        raise_bad_target(asked, row, vocab)
+        raise_bad_target(request, row, vocab)
     if fault == _BAD_TEMPERATURE:
-        raise_bad_temperature(asked, row)
+        raise_bad_temperature(request, row)
 
 
 def _scalar(loss: float) -> Tensor:
     return torch.full((), loss, dtype=torch.float32, device="cpu")
 
 
-def _cap_(logits: Tensor, asked: Asked) -> Tensor:
-    if asked.softcap is None:
+def _cap_(logits: Tensor, request: RowRequest) -> Tensor:
+    if request.softcap is None:
         return logits
-    if not bool(asked.live.all()):
-        logits.view(-1, logits.shape[-1])[~asked.live] = 0.0  # dead rows may hold anything, and ``_uncap_`` reads them
-    return logits.div_(asked.softcap).tanh_().mul_(asked.softcap)
+    if not bool(request.live.all()):
+        logits.view(-1, logits.shape[-1])[~request.live] = (
+            0.0  # dead rows may hold anything, and ``_uncap_`` reads them
+        )
+    return logits.div_(request.softcap).tanh_().mul_(request.softcap)
 
 
-def _uncap_(gradient: Tensor, capped: Tensor | None, asked: Asked) -> None:
+def _uncap_(gradient: Tensor, capped: Tensor | None, request: RowRequest) -> None:
     """Convert ∂/∂(c·tanh(x/c)) to ∂/∂x: multiply by 1 − (z/c)²."""
-    if capped is not None and asked.softcap is not None:
-        gradient.mul_(capped.div_(asked.softcap).square_().neg_().add_(1.0))
+    if capped is not None and request.softcap is not None:
+        gradient.mul_(capped.div_(request.softcap).square_().neg_().add_(1.0))
 
 
-def row_stats(logits: Tensor, asked: Asked) -> RowStats:
-    logits = unit_stride(_cap_(logits, asked))
-    rows, inputs = rows_of(_C, logits), row_inputs(_C, asked)
-    _check(rows, inputs, asked, logits.shape[-1])
-    stats = RowStats.empty(asked)
+def row_stats(logits: Tensor, request: RowRequest) -> RowStats:
+    logits = unit_stride(_cap_(logits, request))
+    rows, inputs = rows_of(_C, logits), row_inputs(_C, request)
+    _check(rows, inputs, request, logits.shape[-1])
+    stats = RowStats.empty(request)
     _C.row_stats(rows, inputs, outputs(_C, stats), torch.get_num_threads())
     return stats
 
 
-def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
-    source, to = unit_stride(_cap_(logits, asked)), unit_stride(out)
-    capped = None if asked.softcap is None else source.clone()
+def row_grad(
+    out: Tensor, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, zeroed: bool = False
+) -> None:
+    source, to = unit_stride(_cap_(logits, request)), unit_stride(out)
+    capped = None if request.softcap is None else source.clone()
     _C.row_grad(
         rows_of(_C, source),
         rows_of(_C, to),
-        row_inputs(_C, asked),
+        row_inputs(_C, request),
         stats.norm.data_ptr(),
         address(stats.entropy),
         slopes.logprobs.data_ptr(),
@@ -76,16 +80,16 @@ def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes:
         zeroed and to is out,
         torch.get_num_threads(),
     )
-    _uncap_(to, capped, asked)
+    _uncap_(to, capped, request)
     if to is not out:
         out.copy_(to)
 
 
-def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+def row_slopes(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
     logits = unit_stride(logits)
-    rows, inputs = rows_of(_C, logits), row_inputs(_C, asked, tokens)
-    _check(rows, inputs, asked, logits.shape[-1])
-    stats = RowStats.empty(asked)
+    rows, inputs = rows_of(_C, logits), row_inputs(_C, request, tokens)
+    _check(rows, inputs, request, logits.shape[-1])
+    stats = RowStats.empty(request)
     result = RowsSlopes(
         stats.logprobs,
         *stats,
@@ -99,15 +103,15 @@ def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveS
     return result._replace(loss=_scalar(loss))
 
 
-def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-    work = unit_stride(_cap_(logits, asked))
-    capped = None if asked.softcap is None else work.clone()
-    rows, inputs = rows_of(_C, work), row_inputs(_C, asked, tokens)
-    _check(rows, inputs, asked, work.shape[-1])
-    result = RowsLoss.empty(asked, scalars.kl_coef != 0)
+def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+    work = unit_stride(_cap_(logits, request))
+    capped = None if request.softcap is None else work.clone()
+    rows, inputs = rows_of(_C, work), row_inputs(_C, request, tokens)
+    _check(rows, inputs, request, work.shape[-1])
+    result = RowsLoss.empty(request, scalars.kl_coef != 0)
     objective, out = objective_of(_C, scalars), outputs(_C, result)
     loss = _C.row_loss(rows, inputs, objective, scalars.entropy_coef, out, torch.get_num_threads())
-    _uncap_(work, capped, asked)
+    _uncap_(work, capped, request)
     if work is not logits:
         logits.copy_(work)
     return result._replace(loss=_scalar(loss))
@@ -123,43 +127,43 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
 class KeptRows:
     """Kept tokens as rows, one after another, each as long as its list. The kernels treat them like any other rows."""
 
-    def __init__(self, logits: Tensor, asked: Asked) -> None:
-        assert asked.kept_ids is not None
-        assert asked.listed is not None
+    def __init__(self, logits: Tensor, request: RowRequest) -> None:
+        assert request.kept_ids is not None
+        assert request.listed is not None
         logits = unit_stride(logits)
-        self.ids, self.starts = asked.kept_ids, asked.kept_starts
+        self.ids, self.starts = request.kept_ids, request.kept_starts
         self.logits = torch.empty(self.ids.shape, dtype=logits.dtype, device="cpu")
         self.rows = lists_of(_C, self.logits, self.starts)
-        places = torch.empty_like(asked.target_ids)
-        listed = asked.without_others()
+        places = torch.empty_like(request.target_ids)
+        listed = request.without_others()
         good = _C.gather_kept(
             rows_of(_C, logits),
             row_inputs(_C, listed),
             self.ids.data_ptr(),
-            asked.partial,
+            request.partial,
             self.rows,
             places.data_ptr(),
             torch.get_num_threads(),
         )
         if not good:
-            check_rows(asked, logits.shape[-1])
-        self.asked = listed._replace(target_ids=places, partial=True)
+            check_rows(request, logits.shape[-1])
+        self.request = listed._replace(target_ids=places, partial=True)
         self.capped = None
-        if asked.softcap is not None:
-            self.logits = self.logits.float().div_(asked.softcap).tanh_().mul_(asked.softcap)
+        if request.softcap is not None:
+            self.logits = self.logits.float().div_(request.softcap).tanh_().mul_(request.softcap)
             self.rows = lists_of(_C, self.logits, self.starts)
-            if asked.partial:
+            if request.partial:
                 elsewhere = (self.ids < 0) | (self.ids >= logits.shape[-1])
                 self.logits.masked_fill_(elsewhere, -torch.inf)  # its value before the softcap
             self.capped = self.logits.clone()
 
-    def stats(self, asked: Asked) -> RowStats:
-        stats = RowStats.empty(self.asked)
-        _C.row_stats(self.rows, row_inputs(_C, self.asked), outputs(_C, stats), torch.get_num_threads())
+    def stats(self, request: RowRequest) -> RowStats:
+        stats = RowStats.empty(self.request)
+        _C.row_stats(self.rows, row_inputs(_C, self.request), outputs(_C, stats), torch.get_num_threads())
         return stats
 
-    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
-        to, inputs, threads = unit_stride(out), row_inputs(_C, self.asked), torch.get_num_threads()
+    def add_gradient_(self, out: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes) -> None:
+        to, inputs, threads = unit_stride(out), row_inputs(_C, self.request), torch.get_num_threads()
         _C.row_grad(
             self.rows,
             self.rows,
@@ -171,7 +175,7 @@ class KeptRows:
             False,
             threads,
         )
-        _uncap_(self.logits, self.capped, asked)
+        _uncap_(self.logits, self.capped, request)
         rounded = self.logits.to(to.dtype)
         _C.scatter_kept(lists_of(_C, rounded, self.starts), inputs, self.ids.data_ptr(), rows_of(_C, to), threads)
         if to is not out:

@@ -21,7 +21,7 @@ from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_st
 from dapo_kernels.backends.residency import gpu_of, programs
 from dapo_kernels.backends.structs import address, objective_of, outputs, row_inputs, rows_of, token_inputs
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, on_host
+from dapo_kernels.records import RowRequest, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens, on_host
 
 SOFTCAP_COPIES = False  # the kernels apply it
 gather_kept = None
@@ -76,19 +76,19 @@ def _workspace(rows: Any, device: torch.device) -> Tensor:
     return torch.empty(_cuda.workspace_bytes(rows), dtype=torch.uint8, device=device)
 
 
-def row_stats(logits: Tensor, asked: Asked) -> RowStats:
-    check_rows(asked, logits.shape[-1])
+def row_stats(logits: Tensor, request: RowRequest) -> RowStats:
+    check_rows(request, logits.shape[-1])
     logits = unit_stride(logits)
     device = logits.device
-    stats = RowStats.empty(asked)
+    stats = RowStats.empty(request)
     rows = rows_of(_cuda, logits)
     work = _workspace(rows, device)
     with _on(device):
-        _check_capture(device, "row_stats", logits.dtype, asked.want_entropy or asked.softcap is not None)
+        _check_capture(device, "row_stats", logits.dtype, request.want_entropy or request.softcap is not None)
         _cuda.row_stats(
             rows,
-            row_inputs(_cuda, asked),
-            asked.softcap or 0.0,
+            row_inputs(_cuda, request),
+            request.softcap or 0.0,
             outputs(_cuda, stats),
             work.data_ptr(),
             _stream(device),
@@ -96,17 +96,19 @@ def row_stats(logits: Tensor, asked: Asked) -> RowStats:
     return stats
 
 
-def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
+def row_grad(
+    out: Tensor, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, zeroed: bool = False
+) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     device = source.device
     rows = rows_of(_cuda, source)
     work = _workspace(rows, device)
     with _on(device):
-        _check_capture(device, "row_grad", source.dtype, slopes.entropy is not None or asked.softcap is not None)
+        _check_capture(device, "row_grad", source.dtype, slopes.entropy is not None or request.softcap is not None)
         _cuda.row_grad(
             rows,
-            row_inputs(_cuda, asked),
-            asked.softcap or 0.0,
+            row_inputs(_cuda, request),
+            request.softcap or 0.0,
             rows_of(_cuda, to),
             stats.norm.data_ptr(),
             address(stats.entropy),
@@ -119,32 +121,32 @@ def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes:
         out.copy_(to)
 
 
-def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
-    return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
+def row_slopes(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+    return slopes_of_stats(row_stats(logits, request), tokens, scalars, token_loss)
 
 
-def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-    check_rows(asked, logits.shape[-1])
+def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+    check_rows(request, logits.shape[-1])
     work = unit_stride(logits)
     device = work.device
-    result = RowsLoss.empty(asked, scalars.kl_coef != 0)
+    result = RowsLoss.empty(request, scalars.kl_coef != 0)
     losses = torch.empty_like(result.logprobs, dtype=torch.float64)
     rows = rows_of(_cuda, work)
     scratch = _workspace(rows, device)
     with _on(device):
-        options = asked.want_entropy or asked.softcap is not None, work.shape[-1], _cuda.choose_path(rows), PATH
+        options = request.want_entropy or request.softcap is not None, work.shape[-1], _cuda.choose_path(rows), PATH
         _check_capture(device, "row_loss", work.dtype, *options)
         _cuda.row_loss(
             rows,
-            row_inputs(_cuda, asked, tokens),
-            asked.softcap or 0.0,
+            row_inputs(_cuda, request, tokens),
+            request.softcap or 0.0,
             objective_of(_cuda, scalars),
             float(scalars.entropy_coef),
             outputs(_cuda, result),
             losses.data_ptr(),
             scratch.data_ptr(),
             getattr(_cuda.Path, PATH),
-            _rows_swept(asked.live.numel(), work),
+            _rows_swept(request.live.numel(), work),
             _stream(device),
         )
     if work is not logits:
@@ -169,11 +171,13 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     return result._replace(loss=losses.sum().to(torch.float32))
 
 
-def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
+def row_divergence_(
+    logits: Tensor, ref_logits: Tensor, request: RowRequest, weights: Tensor, distance: Distance
+) -> Tensor:
     """Use the Triton kernel if Triton is available, else eager torch: the module has no kernel for it."""
     by_triton = not on_host(logits) and registry.available_backends()["triton"] is None
     by: Any = registry.backend("triton") if by_triton else divergence
-    found: Tensor = by.row_divergence_(logits, ref_logits, asked, weights, distance)
+    found: Tensor = by.row_divergence_(logits, ref_logits, request, weights, distance)
     return found
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dapo_kernels.records import Asked, accumulate_dtype, on_host
+from dapo_kernels.records import RowRequest, accumulate_dtype, on_host
 
 # Bytes of a block of rows in the dtype of the arithmetic. About fifteen passes go over each block, on a CPU within a
 # core's cache: blocks of 1 MiB took 1.4 to 2 times as long at V=49152. A GPU needs larger launches: six tensors fit.
@@ -38,7 +38,9 @@ class Distance(NamedTuple):
     ref_softcap: float | None
 
 
-def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
+def row_divergence_(
+    logits: Tensor, ref_logits: Tensor, request: RowRequest, weights: Tensor, distance: Distance
+) -> Tensor:
     """Return the divergence of every row, [N]. Replace the logits [N, V] by ∂(Σ weights · divergence)/∂logits."""
     dtype = accumulate_dtype(logits.dtype)
     divergence = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
@@ -46,7 +48,7 @@ def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: T
     size = max(1, block_bytes // (dtype.itemsize * max(logits.shape[1], 1)))
     for start in range(0, logits.shape[0], size):
         rows = slice(start, start + size)
-        tau = asked.temperature if asked.temperatures is None else asked.temperatures[rows, None]
+        tau = request.temperature if request.temperatures is None else request.temperatures[rows, None]
         x = _capped(logits[rows].to(dtype), distance.softcap)
         ref = _capped(ref_logits[rows].to(dtype), distance.ref_softcap)
         found, grad = _divergence(_log_softmax(x, tau), _log_softmax(ref, tau), distance.beta)
@@ -54,8 +56,8 @@ def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: T
         if distance.softcap is not None:
             grad *= 1.0 - (x / distance.softcap).square()
         if not on_host(logits):  # there, rows may be dead and hold anything
-            found = torch.where(asked.live[rows], found, 0.0)
-            grad = torch.where(asked.live[rows, None], grad, 0.0)
+            found = torch.where(request.live[rows], found, 0.0)
+            grad = torch.where(request.live[rows, None], grad, 0.0)
         divergence[rows], logits[rows] = found, grad
     return divergence
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from dapo_kernels.records import Asked
+from dapo_kernels.records import RowRequest
 
 _LOG2E = 1 / math.log(2)
 
@@ -29,9 +29,9 @@ def merged(log_sums: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
     return total, lifted - total
 
 
-def merge_cpp_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+def merge_cpp_norms(norms: Tensor, request: RowRequest) -> tuple[Tensor, Tensor]:
     """Combine norms [R, N, 2] of the C++ and CUDA kernels: the whole row's norm [N, 2], and log-probabilities."""
-    c = (_LOG2E / _float32(asked.tau, norms).double()).float().double()
+    c = (_LOG2E / _float32(request.tau, norms).double()).float().double()
     highest = norms[..., 0].amax(0)
     top, whole_top = _cpp_top(norms[..., 0], c), _cpp_top(highest, c)
     # As ``shift_of`` in csrc/online_softmax.h: within the range the rounding of top cancels.
@@ -40,9 +40,9 @@ def merge_cpp_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     return _whole(norms, highest, lifts)
 
 
-def merge_triton_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+def merge_triton_norms(norms: Tensor, request: RowRequest) -> tuple[Tensor, Tensor]:
     """Combine norms of the Triton kernels, which subtract two logits before they multiply."""
-    c = _float32(_LOG2E, norms) / _float32(asked.tau, norms)
+    c = _float32(_LOG2E, norms) / _float32(request.tau, norms)
     highest = norms[..., 0].amax(0)
     return _whole(norms, highest, (norms[..., 0].double() - highest.double()) * c.double())
 

@@ -20,7 +20,7 @@ from dapo_kernels.backends.divergence import row_divergence_ as row_divergence_
 from dapo_kernels.backends.norms import merged
 from dapo_kernels.objectives.surrogate import ObjectiveScalars, token_objective
 from dapo_kernels.records import (
-    Asked,
+    RowRequest,
     RowsLoss,
     RowsSlopes,
     RowStats,
@@ -35,31 +35,33 @@ SOFTCAP_COPIES = True
 gather_kept = None
 
 
-def check_rows(asked: Asked, vocab: int) -> None:
+def check_rows(request: RowRequest, vocab: int) -> None:
     """Raise an error for a live token whose target is outside [0, V) or not in its list, or whose temperature is not
     positive: IndexError or ValueError on the CPU. On a GPU it is an asynchronous assert, which does not wait.
     """
-    if asked.partial:
+    if request.partial:
         return
-    bad_target = asked.live & ((asked.target_ids < 0) | (asked.target_ids >= vocab))
-    cold = torch.zeros_like(asked.live) if asked.temperatures is None else asked.live & ~(asked.temperatures > 0)
-    if not on_host(asked.live):
+    bad_target = request.live & ((request.target_ids < 0) | (request.target_ids >= vocab))
+    cold = (
+        torch.zeros_like(request.live) if request.temperatures is None else request.live & ~(request.temperatures > 0)
+    )
+    if not on_host(request.live):
         torch._assert_async(~(bad_target | cold).any())
     elif bool(bad_target.any()):
-        raise_bad_target(asked, int(bad_target.nonzero()[0]), vocab)
+        raise_bad_target(request, int(bad_target.nonzero()[0]), vocab)
     elif bool(cold.any()):
-        raise_bad_temperature(asked, int(cold.nonzero()[0]))
-    if asked.listed is not None and asked.kept_ids is not None and asked.kept_rows is not None:
-        _check_lists(asked, vocab, asked.listed, asked.kept_ids, asked.kept_rows)
+        raise_bad_temperature(request, int(cold.nonzero()[0]))
+    if request.listed is not None and request.kept_ids is not None and request.kept_rows is not None:
+        _check_lists(request, vocab, request.listed, request.kept_ids, request.kept_rows)
 
 
-def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Tensor) -> None:
-    of, here = asked.kept_places()
-    here = here & asked.live.index_select(0, of)
+def _check_lists(request: RowRequest, vocab: int, listed: Tensor, ids: Tensor, rows: Tensor) -> None:
+    of, here = request.kept_places()
+    here = here & request.live.index_select(0, of)
     outside = here & ((ids < 0) | (ids >= vocab))
-    hits = here & (ids == asked.target_ids.index_select(0, of))
-    n_hits = torch.zeros_like(asked.target_ids).index_add_(0, of, hits.long())
-    missing = asked.live & listed & (n_hits == 0)
+    hits = here & (ids == request.target_ids.index_select(0, of))
+    n_hits = torch.zeros_like(request.target_ids).index_add_(0, of, hits.long())
+    missing = request.live & listed & (n_hits == 0)
     if not on_host(ids):
         torch._assert_async(~(outside.any() | missing.any()))
     elif bool(outside.any()):
@@ -68,7 +70,7 @@ def _check_lists(asked: Asked, vocab: int, listed: Tensor, ids: Tensor, rows: Te
         raise IndexError(f"sampling_mask: token {row} is live and keeps the id {token}, outside [0, V) = [0, {vocab})")
     elif bool(missing.any()):
         row = int(missing.nonzero()[0])
-        n, target = int((rows == row).sum()), int(asked.target_ids[row])
+        n, target = int((rows == row).sum()), int(request.target_ids[row])
         raise ValueError(
             f"sampling_mask: token {row} is live and its id {target} is not among the {n} that it keeps: it cannot "
             "have been sampled from them"
@@ -92,36 +94,36 @@ def unit_stride(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
 
 
-def raise_bad_target(asked: Asked, row: int, vocab: int) -> None:
-    target = int(asked.target_ids[row])
+def raise_bad_target(request: RowRequest, row: int, vocab: int) -> None:
+    target = int(request.target_ids[row])
     raise IndexError(f"target_ids: token {row} is live and its id {target} is outside [0, V) = [0, {vocab})")
 
 
-def raise_bad_temperature(asked: Asked, row: int) -> None:
-    assert asked.temperatures is not None
-    temperature = float(asked.temperatures[row])
+def raise_bad_temperature(request: RowRequest, row: int) -> None:
+    assert request.temperatures is not None
+    temperature = float(request.temperatures[row])
     raise ValueError(f"temperature: token {row} is live and its temperature {temperature:g} is not positive")
 
 
-def _capped(logits: Tensor, asked: Asked) -> Tensor:
+def _capped(logits: Tensor, request: RowRequest) -> Tensor:
     """Return [N, V] in the dtype of the arithmetic, zeros in dead rows, after the softcap, before the temperature."""
     rows = logits.reshape(-1, logits.shape[-1])
-    rows = torch.where(asked.live[:, None], rows.to(accumulate_dtype(logits.dtype)), 0.0)
-    return rows if asked.softcap is None else asked.softcap * torch.tanh(rows / asked.softcap)
+    rows = torch.where(request.live[:, None], rows.to(accumulate_dtype(logits.dtype)), 0.0)
+    return rows if request.softcap is None else request.softcap * torch.tanh(rows / request.softcap)
 
 
-def _scaled(rows: Tensor, asked: Asked) -> Tensor:
-    if asked.temperatures is None:
-        return rows / asked.temperature
-    return rows / torch.where(asked.live, asked.temperatures, 1.0)[:, None]
+def _scaled(rows: Tensor, request: RowRequest) -> Tensor:
+    if request.temperatures is None:
+        return rows / request.temperature
+    return rows / torch.where(request.live, request.temperatures, 1.0)[:, None]
 
 
-def row_stats(logits: Tensor, asked: Asked) -> RowStats:
+def row_stats(logits: Tensor, request: RowRequest) -> RowStats:
     """Return log-probs of the targets [N], (max, log-sum-exp above it) [N, 2], entropy [N]. ``logits`` [..., V]."""
-    check_rows(asked, logits.shape[-1])
-    live = asked.live
-    z = _scaled(_capped(logits, asked), asked)
-    target_ids = torch.where(live, asked.target_ids, 0).clamp(min=0)
+    check_rows(request, logits.shape[-1])
+    live = request.live
+    z = _scaled(_capped(logits, request), request)
+    target_ids = torch.where(live, request.target_ids, 0).clamp(min=0)
     # Separate: at logits of 1e4, one rounded log-sum-exp would lose three digits of every probability.
     top = z.amax(dim=-1)
     # A part of a row may be all −∞. Its log-sum-exp is then −∞, not NaN.
@@ -129,7 +131,7 @@ def row_stats(logits: Tensor, asked: Asked) -> RowStats:
     logprobs = z.gather(-1, target_ids[:, None]).squeeze(-1) - top - above
     norm = torch.stack([top, above], dim=-1)
     logprobs, norm = torch.where(live, logprobs, 0.0), torch.where(live[:, None], norm, 0.0)
-    if not asked.want_entropy:
+    if not request.want_entropy:
         return RowStats(logprobs, norm, None)
     log_p, p = _softmax(z, norm)
     entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
@@ -141,24 +143,26 @@ def _softmax(z: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     return log_p, log_p.exp()
 
 
-def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
+def row_grad(
+    out: Tensor, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, zeroed: bool = False
+) -> None:
     """Write ∂loss/∂logits into ``out`` ([..., V], may be ``logits`` itself) from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
-    capped = _capped(logits, asked)
-    target_ids = torch.where(asked.live, asked.target_ids, 0).clamp(min=0)
-    log_p, p = _softmax(_scaled(capped, asked), stats.norm)
+    capped = _capped(logits, request)
+    target_ids = torch.where(request.live, request.target_ids, 0).clamp(min=0)
+    log_p, p = _softmax(_scaled(capped, request), stats.norm)
     grad = -p * slopes.logprobs[:, None]
-    grad.scatter_add_(-1, target_ids[:, None], torch.where(asked.target_ids < 0, 0.0, slopes.logprobs)[:, None])
+    grad.scatter_add_(-1, target_ids[:, None], torch.where(request.target_ids < 0, 0.0, slopes.logprobs)[:, None])
     if slopes.entropy is not None:
         assert stats.entropy is not None
         grad -= slopes.entropy[:, None] * torch.where(p == 0, 0.0, p * (log_p + stats.entropy[:, None]))
-    grad /= asked.temperature if asked.temperatures is None else asked.temperatures[:, None]
-    if asked.softcap is not None:
-        grad *= 1.0 - (capped / asked.softcap).square()
-    grad = torch.where((asked.live & ~slopes.idle)[:, None], grad, 0.0)
+    grad /= request.temperature if request.temperatures is None else request.temperatures[:, None]
+    if request.softcap is not None:
+        grad *= 1.0 - (capped / request.softcap).square()
+    grad = torch.where((request.live & ~slopes.idle)[:, None], grad, 0.0)
     out.copy_(grad.view(out.shape))
 
 
-def merge_norms(norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+def merge_norms(norms: Tensor, request: RowRequest) -> tuple[Tensor, Tensor]:
     """Return, for rows split into R parts, their norm [N, 2] and the log-probability of each part, float64 [R, N]."""
     tops, log_sums = norms.double().unbind(-1)
     top = tops.amax(0)
@@ -195,9 +199,9 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     )
 
 
-def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+def row_slopes(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
     """Return the whole loss of token-level objectives, with its slopes. Does not change the logits."""
-    return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
+    return slopes_of_stats(row_stats(logits, request), tokens, scalars, token_loss)
 
 
 def slopes_of_stats(
@@ -208,10 +212,10 @@ def slopes_of_stats(
     return RowsSlopes.of(stats, policy, tokens.weights, scalars.entropy_coef)
 
 
-def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
     """Return the whole loss of token-level objectives, and overwrite ``logits`` [..., V] with ∂loss/∂logits."""
-    out = slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
-    row_grad(logits, logits, asked, out.stats, out.slopes)
+    out = slopes_of_stats(row_stats(logits, request), tokens, scalars, token_loss)
+    row_grad(logits, logits, request, out.stats, out.slopes)
     return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, TokenLoss, Tokens
+from dapo_kernels.records import RowRequest, RowsLoss, RowsSlopes, RowStats, TokenLoss, Tokens
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -38,13 +38,13 @@ def lists_of(module: Any, logits: Tensor, starts: Tensor) -> Any:
     return module.Rows(logits.data_ptr(), n, longest, max(n, 1), 0, 0, _DTYPES[logits.dtype], starts=starts.data_ptr())
 
 
-def row_inputs(module: Any, asked: Asked, tokens: Tokens | None = None) -> Any:
+def row_inputs(module: Any, request: RowRequest, tokens: Tokens | None = None) -> Any:
     """Describe the request for rows; with ``tokens`` also the inputs of its objective."""
-    fields: dict[str, Any] = {"target_ids": asked.target_ids.data_ptr(), "live": asked.live.data_ptr()}
-    if asked.temperatures is None:
-        fields["temperature"] = asked.temperature
+    fields: dict[str, Any] = {"target_ids": request.target_ids.data_ptr(), "live": request.live.data_ptr()}
+    if request.temperatures is None:
+        fields["temperature"] = request.temperature
     else:
-        fields["temperatures"] = asked.temperatures.data_ptr()
+        fields["temperatures"] = request.temperatures.data_ptr()
     if tokens is not None:
         fields |= {"old_logprobs": address(tokens.old_logprobs), **_objective_fields(tokens)}
     return module.TokenInputs(**fields)

@@ -27,26 +27,26 @@ from dapo_kernels.engine.gradients import (
     wants_float32_sums,
 )
 from dapo_kernels.engine.operators import check_first_backward, operator, scaled
-from dapo_kernels.records import Asked, Head, Needs, Plan, accumulate_dtype, on_host
+from dapo_kernels.records import Head, Needs, Plan, RowRequest, accumulate_dtype, on_host
 
 
 @operator
 def linear_divergence(
-    head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan
+    head: Head, ref: Head, request: RowRequest, weights: Tensor, beta: float, needs: Needs, plan: Plan
 ) -> LinearDivergence:
     """Compute the divergence of the policy's ``head`` from ``ref``, which gets no gradient. Targets are not read."""
-    divergence, gradients = _over_chunks(head, ref, asked, weights, beta, needs, plan)
+    divergence, gradients = _over_chunks(head, ref, request, weights, beta, needs, plan)
     loss = (weights * divergence).sum(dtype=torch.float64).to(divergence.dtype)
     return LinearDivergence(loss, divergence, *gradients.results())
 
 
 def _over_chunks(
-    head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan
+    head: Head, ref: Head, request: RowRequest, weights: Tensor, beta: float, needs: Needs, plan: Plan
 ) -> tuple[Tensor, GradientSum]:
     vocab = head.weight.shape[0] if plan.valid is None else plan.valid
-    check_rows(asked, vocab)
+    check_rows(request, vocab)
     chunks = Chunks(
-        live_work(asked.live, None, plan.host_sync),
+        live_work(request.live, None, plan.host_sync),
         head.hidden,
         vocab,
         head.logits_dtype,
@@ -61,7 +61,7 @@ def _over_chunks(
     ref_buffer = chunks.buffer(ref.logits_dtype)
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
-        ref_logits, wanted = ref_buffer[: logits.shape[0]], asked.at(rows)
+        ref_logits, wanted = ref_buffer[: logits.shape[0]], request.at(rows)
         hidden = logits_of(head, rows, logits)
         logits_of(ref, rows, ref_logits)
         divergence[rows] = kernels.row_divergence_(logits, ref_logits, wanted, weights[rows], distance)
@@ -73,7 +73,9 @@ def _over_chunks(
 
 
 @linear_divergence.fake
-def _(head: Head, ref: Head, asked: Asked, weights: Tensor, beta: float, needs: Needs, plan: Plan) -> LinearDivergence:
+def _(
+    head: Head, ref: Head, request: RowRequest, weights: Tensor, beta: float, needs: Needs, plan: Plan
+) -> LinearDivergence:
     dtype = accumulate_dtype(head.hidden.dtype)
     gradients = fake_gradients(head, needs, wants_float32_sums(head, plan))
     return LinearDivergence(weights.new_empty((), dtype=dtype), torch.empty_like(weights), *gradients)

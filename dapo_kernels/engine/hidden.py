@@ -36,7 +36,18 @@ from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.engine.wrapped import stats_before_gradient
 from dapo_kernels.objectives.own import OwnLoss, registered, user_slopes
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, Head, Needs, Plan, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
+from dapo_kernels.records import (
+    Head,
+    Needs,
+    Plan,
+    RowRequest,
+    RowsLoss,
+    RowStats,
+    Slopes,
+    Tokens,
+    accumulate_dtype,
+    on_host,
+)
 
 
 def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: Plan, by: Backend) -> Chunks:
@@ -57,10 +68,10 @@ def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: P
     )
 
 
-def _per_token(head: Head, asked: Asked) -> Tensor:
+def _per_token(head: Head, request: RowRequest) -> Tensor:
     """Return zeros, the results of dead tokens."""
     dtype = accumulate_dtype(head.hidden.dtype)
-    return torch.zeros(asked.live.shape, dtype=dtype, device=asked.live.device)
+    return torch.zeros(request.live.shape, dtype=dtype, device=request.live.device)
 
 
 def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
@@ -73,131 +84,135 @@ def _fill(whole: Any, rows: Tensor | slice, part: Any) -> None:
 
 
 @operator
-def linear_stats(head: Head, asked: Asked, plan: Plan) -> RowStats:
+def linear_stats(head: Head, request: RowRequest, plan: Plan) -> RowStats:
     """Return ``logits_stats`` of the head's logits: one GEMM, no gradient."""
-    asked = asked._replace(softcap=head.softcap)
-    check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
-    by = backend_of(plan, asked)
-    logprobs = _per_token(head, asked)
-    entropy = torch.zeros_like(logprobs) if asked.want_entropy else None
+    request = request._replace(softcap=head.softcap)
+    check_rows(request, Widths.of(plan, head.weight.shape[0]).all)
+    by = backend_of(plan, request)
+    logprobs = _per_token(head, request)
+    entropy = torch.zeros_like(logprobs) if request.want_entropy else None
     stats = RowStats(logprobs, logprobs.new_zeros(*logprobs.shape, 2), entropy)
-    for chunk in _chunks(head, asked.live, None, Needs(False, False, False), plan, by):
+    for chunk in _chunks(head, request.live, None, Needs(False, False, False), plan, by):
         logits_of(head, chunk.rows, chunk.logits)
-        _fill(stats, chunk.rows, by.row_stats(chunk.logits, asked.at(chunk.rows)))
+        _fill(stats, chunk.rows, by.row_stats(chunk.logits, request.at(chunk.rows)))
     return stats
 
 
 @linear_stats.fake
-def _(head: Head, asked: Asked, plan: Plan) -> RowStats:
-    return RowStats.empty(asked, accumulate_dtype(head.hidden.dtype))
+def _(head: Head, request: RowRequest, plan: Plan) -> RowStats:
+    return RowStats.empty(request, accumulate_dtype(head.hidden.dtype))
 
 
 @operator
-def linear_grad(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
+def linear_grad(
+    head: Head, request: RowRequest, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
+) -> HeadGradients:
     """Return the gradients of hidden and head from ∂loss/∂ℓ and ∂loss/∂H: recompute the logits, then two GEMMs."""
-    asked = asked._replace(live=asked.live & ~slopes.idle, softcap=head.softcap)
-    return _grad_over_chunks(head, asked, stats, slopes, needs, plan).results()
+    request = request._replace(live=request.live & ~slopes.idle, softcap=head.softcap)
+    return _grad_over_chunks(head, request, stats, slopes, needs, plan).results()
 
 
 def _grad_over_chunks(
-    head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
+    head: Head, request: RowRequest, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan
 ) -> GradientSum:
-    by = backend_of(plan, asked)
-    chunks = _chunks(head, asked.live, None, needs, plan, by)
+    by = backend_of(plan, request)
+    chunks = _chunks(head, request.live, None, needs, plan, by)
     gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, plan.main_grad is not None)
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
-        by.row_grad(logits, logits, asked.at(rows), stats.at(rows), slopes.at(rows))
+        by.row_grad(logits, logits, request.at(rows), stats.at(rows), slopes.at(rows))
         if on_host(logits):
             gradients.add(logits, hidden, rows)
         else:
-            gradients.add(*gradient_rows(logits, hidden, ~asked.live[rows], chunk))
+            gradients.add(*gradient_rows(logits, hidden, ~request.live[rows], chunk))
     return gradients
 
 
 @linear_grad.fake
-def _(head: Head, asked: Asked, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
+def _(head: Head, request: RowRequest, stats: RowStats, slopes: Slopes, needs: Needs, plan: Plan) -> HeadGradients:
     return fake_gradients(head, needs, plan.main_grad is not None)
 
 
 linear_grad.has_no_gradient()
 
 
-def _keep_for_stats(stats: RowStats, head: Head, asked: Asked, plan: Plan) -> tuple[Any, ...]:
-    return head, asked, plan._replace(main_grad=None), stats, Unsaved([plan.main_grad])
+def _keep_for_stats(stats: RowStats, head: Head, request: RowRequest, plan: Plan) -> tuple[Any, ...]:
+    return head, request, plan._replace(main_grad=None), stats, Unsaved([plan.main_grad])
 
 
 @linear_stats.gradient(_keep_for_stats, "logprobs", "entropy")
 def _(
-    ctx: Any, head: Head, asked: Asked, plan: Plan, stats: RowStats, unsaved: Unsaved, grads: RowStats
+    ctx: Any, head: Head, request: RowRequest, plan: Plan, stats: RowStats, unsaved: Unsaved, grads: RowStats
 ) -> dict[str, Tensor | None]:
     (main_grad,) = unsaved.tensors
-    slopes = given_slopes(stats, grads, asked.want_entropy)
+    slopes = given_slopes(stats, grads, request.want_entropy)
     plan = plan._replace(main_grad=main_grad)
-    gradients = linear_grad(head, asked, stats, slopes, Needs.of(ctx.needs_input_grad), plan)
+    gradients = linear_grad(head, request, stats, slopes, Needs.of(ctx.needs_input_grad), plan)
     return autograd_gradients(gradients, head.hidden.dtype, main_grad, plan.group, plan.partial_hidden)
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row: three GEMMs --------
 
 
-def _no_loss(head: Head, asked: Asked, scalars: ObjectiveScalars) -> RowsLoss:
+def _no_loss(head: Head, request: RowRequest, scalars: ObjectiveScalars) -> RowsLoss:
     """Return the results of dead tokens."""
-    zeros = _per_token(head, asked)
+    zeros = _per_token(head, request)
     return RowsLoss(
         loss=torch.zeros((), dtype=torch.float64, device=zeros.device),
         logprobs=zeros,
-        entropy=zeros.clone() if asked.want_entropy else None,
+        entropy=zeros.clone() if request.want_entropy else None,
         clip_hit=None if scalars.own else torch.zeros_like(zeros, dtype=torch.int8),
         ref_kl=zeros.clone() if scalars.kl_coef != 0 else None,
-        idle=torch.ones_like(asked.live),
+        idle=torch.ones_like(request.live),
     )
 
 
 @operator
 def linear_loss(
-    head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
+    head: Head, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> LinearLoss:
     """Return the loss together with the gradients of hidden and head."""
-    asked = asked._replace(softcap=head.softcap)
-    total, gradients = _loss_over_chunks(head, asked, tokens, scalars, needs, plan)
+    request = request._replace(softcap=head.softcap)
+    total, gradients = _loss_over_chunks(head, request, tokens, scalars, needs, plan)
     return LinearLoss(total.loss.to(total.logprobs.dtype), *total[1:-1], *gradients.results())
 
 
 def _loss_over_chunks(
-    head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
+    head: Head, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
 ) -> tuple[RowsLoss, GradientSum]:
-    check_rows(asked, Widths.of(plan, head.weight.shape[0]).all)
-    by, function = backend_of(plan, asked), registered(scalars.own)
-    total = _no_loss(head, asked, scalars)
-    idle = None if on_host(asked.live) or function else idle_beforehand(tokens, scalars)
-    chunks = _chunks(head, asked.live, idle, needs, plan, by)
+    check_rows(request, Widths.of(plan, head.weight.shape[0]).all)
+    by, function = backend_of(plan, request), registered(scalars.own)
+    total = _no_loss(head, request, scalars)
+    idle = None if on_host(request.live) or function else idle_beforehand(tokens, scalars)
+    chunks = _chunks(head, request.live, idle, needs, plan, by)
     gradients = GradientSum(head, chunks.vocab, needs, chunks.n_with_gradient, by, wants_float32_sums(head, plan))
     for chunk in chunks:
         rows, logits = chunk.rows, chunk.logits
         hidden = logits_of(head, rows, logits)
         if function is None:
-            out = by.row_loss_(logits, asked.at(rows), tokens.at(rows), scalars)
+            out = by.row_loss_(logits, request.at(rows), tokens.at(rows), scalars)
         else:
-            out = _own_row_loss_(by, logits, asked.at(rows), tokens.at(rows), function)
+            out = _own_row_loss_(by, logits, request.at(rows), tokens.at(rows), function)
         total.loss.add_(out.loss)
         _fill(total[1:], rows, out[1:])
         gradients.add(*gradient_rows(logits, hidden, total.idle[rows], chunk))
     return total, gradients
 
 
-def _own_row_loss_(by: Backend, logits: Tensor, asked: Asked, tokens: Tokens, function: OwnLoss) -> RowsLoss:
+def _own_row_loss_(by: Backend, logits: Tensor, request: RowRequest, tokens: Tokens, function: OwnLoss) -> RowsLoss:
     """Compute ``row_loss_`` for a user-defined function."""
-    stats = stats_before_gradient(by, logits, asked)
+    stats = stats_before_gradient(by, logits, request)
     loss, slopes = user_slopes(function, stats.logprobs, stats.entropy, tokens)
-    by.row_grad(logits, logits, asked, stats, slopes)
+    by.row_grad(logits, logits, request, stats, slopes)
     return RowsLoss(loss, stats.logprobs, stats.entropy, None, None, slopes.idle)
 
 
 @linear_loss.fake
-def _(head: Head, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan) -> LinearLoss:
-    total = _no_loss(head, asked, scalars)
+def _(
+    head: Head, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, needs: Needs, plan: Plan
+) -> LinearLoss:
+    total = _no_loss(head, request, scalars)
     return LinearLoss(
         total.logprobs.new_empty(()), *total[1:-1], *fake_gradients(head, needs, wants_float32_sums(head, plan))
     )

@@ -24,7 +24,7 @@ from dapo_kernels.backends.norms import merged
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats
 from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
+from dapo_kernels.records import RowRequest, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
 # 1.0 as an integer. The sum of a row of up to half a million terms fits; the error of a term is below 3·10⁻¹⁴.
 _ONE = float(2**44)
@@ -37,46 +37,46 @@ class KeptTokens(Wrapped):
     it), unless the backend gathers them itself.
     """
 
-    def __init__(self, by: Backend, asked: Asked) -> None:
+    def __init__(self, by: Backend, request: RowRequest) -> None:
         super().__init__(by)
-        self.gather = by.gather_kept if on_host(asked.live) else None
+        self.gather = by.gather_kept if on_host(request.live) else None
 
-    def _gathered(self, logits: Tensor, asked: Asked, check: bool = True) -> KeptLogits:
+    def _gathered(self, logits: Tensor, request: RowRequest, check: bool = True) -> KeptLogits:
         if self.gather is not None:
-            return self.gather(logits, asked)
+            return self.gather(logits, request)
         if check:
-            check_rows(asked, logits.shape[-1])
-        return TruncatedSupport.of(logits, asked)
+            check_rows(request, logits.shape[-1])
+        return TruncatedSupport.of(logits, request)
 
-    def row_stats(self, logits: Tensor, asked: Asked) -> RowStats:
-        mine = self._gathered(logits, asked).stats(asked)
-        whole = self.by.row_stats(logits, asked.without_lists())
-        return RowStats._make(_of_each(_listed(asked), mine, whole))
+    def row_stats(self, logits: Tensor, request: RowRequest) -> RowStats:
+        mine = self._gathered(logits, request).stats(request)
+        whole = self.by.row_stats(logits, request.without_lists())
+        return RowStats._make(_of_each(_listed(request), mine, whole))
 
     def row_grad(
-        self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
+        self, out: Tensor, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
-        kept = self._gathered(logits, asked, check=False)
-        self.by.row_grad(out, logits, asked.without_lists(), stats, slopes, zeroed)
-        kept.add_gradient_(out, asked, stats, slopes)
+        kept = self._gathered(logits, request, check=False)
+        self.by.row_grad(out, logits, request.without_lists(), stats, slopes, zeroed)
+        kept.add_gradient_(out, request, stats, slopes)
 
-    def row_loss_(self, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-        kept, listed = self._gathered(logits, asked), _listed(asked)
-        mine = slopes_of_stats(kept.stats(asked), tokens._replace(live=listed), scalars, self.token_loss)
-        rest = asked.without_lists()
+    def row_loss_(self, logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+        kept, listed = self._gathered(logits, request), _listed(request)
+        mine = slopes_of_stats(kept.stats(request), tokens._replace(live=listed), scalars, self.token_loss)
+        rest = request.without_lists()
         whole = self.by.row_loss_(logits, rest, tokens._replace(live=rest.live), scalars)
-        kept.add_gradient_(logits, asked, mine.stats, mine.slopes)
+        kept.add_gradient_(logits, request, mine.stats, mine.slopes)
         loss = RowsLoss(mine.loss, mine.logprobs, mine.entropy, mine.clip_hit, mine.ref_kl, mine.slopes.idle)
         return RowsLoss(loss.loss + whole.loss, *_of_each(listed, loss[1:], whole[1:]))
 
-    def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        norm, log_shares = self.by.merge_norms(norms, asked)
+    def merge_norms(self, norms: Tensor, request: RowRequest) -> tuple[Tensor, Tensor]:
+        norm, log_shares = self.by.merge_norms(norms, request)
         if self.gather is not None:
             return norm, log_shares
         tops, log_sums = norms.double().unbind(-1)
         top = tops.amax(0)
-        above, mine = merged(log_sums, (tops - top) / asked.tau)
-        listed = _listed(asked)
+        above, mine = merged(log_sums, (tops - top) / request.tau)
+        listed = _listed(request)
         norm = torch.where(listed[:, None], torch.stack([top, above], dim=-1).to(norm.dtype), norm)
         return norm, torch.where(listed, mine, log_shares)
 
@@ -87,9 +87,9 @@ def _of_each(listed: Tensor, mine: Iterable[Tensor | None], whole: Iterable[Tens
         yield None if a is None or b is None else torch.where(listed if a.dim() == 1 else listed[:, None], a, b)
 
 
-def _listed(asked: Asked) -> Tensor:
-    assert asked.listed is not None
-    return asked.live & asked.listed
+def _listed(request: RowRequest) -> Tensor:
+    assert request.listed is not None
+    return request.live & request.listed
 
 
 class TruncatedSupport(NamedTuple):
@@ -101,50 +101,50 @@ class TruncatedSupport(NamedTuple):
     logits: Tensor  # after the softcap, in the dtype of the arithmetic; −∞ where not here
 
     @classmethod
-    def of(cls, logits: Tensor, asked: Asked) -> TruncatedSupport:
-        assert asked.kept_ids is not None
-        rows, here = asked.kept_places()
-        ids = asked.kept_ids.remainder(logits.shape[-1])  # not clamped: ids elsewhere would all be the first or last
-        here = here & (asked.kept_ids == ids) & asked.live.index_select(0, rows)
+    def of(cls, logits: Tensor, request: RowRequest) -> TruncatedSupport:
+        assert request.kept_ids is not None
+        rows, here = request.kept_places()
+        ids = request.kept_ids.remainder(logits.shape[-1])  # not clamped: ids elsewhere would all be the first or last
+        here = here & (request.kept_ids == ids) & request.live.index_select(0, rows)
         if on_host(here):  # on a GPU, leaving out the others would wait for the device
             rows, ids, here = _selected(here, rows, ids, here)
         x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))
-        if asked.softcap is not None:
-            x = asked.softcap * torch.tanh(x / asked.softcap)
+        if request.softcap is not None:
+            x = request.softcap * torch.tanh(x / request.softcap)
         return cls(rows, ids, here, torch.where(here, x, -torch.inf))
 
-    def stats(self, asked: Asked) -> RowStats:
+    def stats(self, request: RowRequest) -> RowStats:
         """Return the statistics; zeros on rows without a list."""
-        top = self._largest(self.logits, asked)
-        z = self._above(top, asked)
+        top = self._largest(self.logits, request)
+        z = self._above(top, request)
         # If the maximum is NaN or +∞, so are the statistics.
-        above = torch.where(top < torch.inf, self._sums(z.exp(), asked).log(), torch.nan)
-        target = self._largest(torch.where(self._is_target(asked), z, -torch.inf), asked)
-        dtype, listed, entropy = self.logits.dtype, _listed(asked), None
-        if asked.want_entropy:
+        above = torch.where(top < torch.inf, self._sums(z.exp(), request).log(), torch.nan)
+        target = self._largest(torch.where(self._is_target(request), z, -torch.inf), request)
+        dtype, listed, entropy = self.logits.dtype, _listed(request), None
+        if request.want_entropy:
             log_p = z - above.index_select(0, self.rows)
             terms = torch.where(z == -torch.inf, 0.0, -log_p.exp() * log_p)
-            entropy = torch.where(above.isnan(), torch.nan, self._sums(terms, asked).clamp(min=0.0))
+            entropy = torch.where(above.isnan(), torch.nan, self._sums(terms, request).clamp(min=0.0))
             entropy = torch.where(listed, entropy, 0.0).to(dtype)
         norm = torch.where(listed[:, None], torch.stack([top, above.to(dtype)], dim=-1), 0.0)
         return RowStats(torch.where(listed, target - above, 0.0).to(dtype), norm, entropy)
 
-    def add_gradient_(self, out: Tensor, asked: Asked, stats: RowStats, slopes: Slopes) -> None:
+    def add_gradient_(self, out: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes) -> None:
         """Add the gradient to zeros in ``out``."""
         size = _PART if on_host(out) else max(1, len(self.rows))
         for part in zip(*(x.split(size) for x in self), strict=True):
             kept = TruncatedSupport(*part)
-            gradient = kept._gradient(asked, stats, slopes).to(out.dtype)
+            gradient = kept._gradient(request, stats, slopes).to(out.dtype)
             # A token that is not here has the place of another one, and adds zero.
             out.index_put_(_places(kept.rows, kept.ids, out), gradient, accumulate=not on_host(out))
 
-    def _gradient(self, asked: Asked, stats: RowStats, slopes: Slopes) -> Tensor:
+    def _gradient(self, request: RowRequest, stats: RowStats, slopes: Slopes) -> Tensor:
         """Return ∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
         top, above = stats.norm.unbind(-1)
-        log_p = self._above(top, asked) - above.double().index_select(0, self.rows)
+        log_p = self._above(top, request) - above.double().index_select(0, self.rows)
         p = log_p.exp()
         d_logprobs = slopes.logprobs.double().index_select(0, self.rows)
-        gradient = torch.where(self._is_target(asked), d_logprobs, 0.0) - p * d_logprobs
+        gradient = torch.where(self._is_target(request), d_logprobs, 0.0) - p * d_logprobs
         if slopes.entropy is not None:
             assert stats.entropy is not None
             d_entropy, entropy = (
@@ -152,34 +152,36 @@ class TruncatedSupport(NamedTuple):
                 stats.entropy.double().index_select(0, self.rows),
             )
             gradient -= d_entropy * torch.where(p == 0, 0.0, p * (log_p + entropy))
-        gradient /= self._tau(asked)
-        if asked.softcap is not None:
-            gradient *= 1.0 - (self.logits.double() / asked.softcap).square()
+        gradient /= self._tau(request)
+        if request.softcap is not None:
+            gradient *= 1.0 - (self.logits.double() / request.softcap).square()
         return torch.where(self.here & ~slopes.idle.index_select(0, self.rows), gradient, 0.0)
 
-    def _above(self, top: Tensor, asked: Asked) -> Tensor:
+    def _above(self, top: Tensor, request: RowRequest) -> Tensor:
         """Return (x − max)/τ, float64; −∞ for tokens that are not here."""
         top = torch.where(top == -torch.inf, 0.0, top)  # of a row whose kept logits are all −∞, or not here
-        z = (self.logits.double() - top.double().index_select(0, self.rows)).div_(self._tau(asked))
+        z = (self.logits.double() - top.double().index_select(0, self.rows)).div_(self._tau(request))
         return torch.where(self.here, z, -torch.inf)
 
-    def _tau(self, asked: Asked) -> float | Tensor:
+    def _tau(self, request: RowRequest) -> float | Tensor:
         return (
-            asked.temperature if asked.temperatures is None else asked.temperatures.double().index_select(0, self.rows)
+            request.temperature
+            if request.temperatures is None
+            else request.temperatures.double().index_select(0, self.rows)
         )
 
-    def _is_target(self, asked: Asked) -> Tensor:
-        return self.here & (self.ids == asked.target_ids.index_select(0, self.rows))
+    def _is_target(self, request: RowRequest) -> Tensor:
+        return self.here & (self.ids == request.target_ids.index_select(0, self.rows))
 
-    def _largest(self, of_tokens: Tensor, asked: Asked) -> Tensor:
+    def _largest(self, of_tokens: Tensor, request: RowRequest) -> Tensor:
         """Return the maximum per row, [N]; −∞ without tokens."""
-        lowest = of_tokens.new_full(asked.live.shape, -torch.inf)
+        lowest = of_tokens.new_full(request.live.shape, -torch.inf)
         return lowest.scatter_reduce_(0, self.rows, of_tokens, "amax")
 
-    def _sums(self, of_tokens: Tensor, asked: Asked) -> Tensor:
+    def _sums(self, of_tokens: Tensor, request: RowRequest) -> Tensor:
         """Return sums per row, [N], of numbers in [0, 1]. Integers, since a GPU adds in a different order each time."""
         fixed = (of_tokens * _ONE).round_().to(torch.int64)
-        return torch.zeros_like(asked.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
+        return torch.zeros_like(request.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
 
 
 def _selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:

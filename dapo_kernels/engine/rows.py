@@ -16,7 +16,7 @@ from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import (
-    Asked,
+    RowRequest,
     RowsSlopes,
     RowStats,
     Server,
@@ -37,42 +37,48 @@ def _sampled(server: Server, logits: Tensor, zero_rest: bool = False) -> Tensor:
     return logits[..., :n]
 
 
-def _fake_stats(logits: Tensor, asked: Asked) -> RowStats:
-    return RowStats.empty(asked, accumulate_dtype(logits.dtype))
+def _fake_stats(logits: Tensor, request: RowRequest) -> RowStats:
+    return RowStats.empty(request, accumulate_dtype(logits.dtype))
 
 
 # --- statistics, and a gradient of any two slopes per token -----------------------------------------------
 
 
 @operator
-def logits_stats(logits: Tensor, asked: Asked, server: Server) -> RowStats:
+def logits_stats(logits: Tensor, request: RowRequest, server: Server) -> RowStats:
     """Return log-probs of the targets, normalizer, entropy; each [N], zero on dead rows."""
-    return backend_of(server, asked).row_stats(_sampled(server, logits), asked)
+    return backend_of(server, request).row_stats(_sampled(server, logits), request)
 
 
 @logits_stats.fake
-def _(logits: Tensor, asked: Asked, server: Server) -> RowStats:
-    return _fake_stats(logits, asked)
+def _(logits: Tensor, request: RowRequest, server: Server) -> RowStats:
+    return _fake_stats(logits, request)
 
 
 @operator
-def logits_grad(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
+def logits_grad(logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
     """Return ∂loss/∂logits, contiguous, from ∂loss/∂ℓ and ∂loss/∂H."""
     large = large_tensor(logits.shape, logits.dtype, logits.device, "logits")
     out, zeroed = large or (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), False)
-    _row_grad(out, logits, asked, stats, slopes, server, zeroed)
+    _row_grad(out, logits, request, stats, slopes, server, zeroed)
     return out
 
 
 def _row_grad(
-    out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server, zeroed: bool = False
+    out: Tensor,
+    logits: Tensor,
+    request: RowRequest,
+    stats: RowStats,
+    slopes: Slopes,
+    server: Server,
+    zeroed: bool = False,
 ) -> None:
     to = _sampled(server, out, zero_rest=True)
-    backend_of(server, asked).row_grad(to, _sampled(server, logits), asked, stats, slopes, zeroed)
+    backend_of(server, request).row_grad(to, _sampled(server, logits), request, stats, slopes, zeroed)
 
 
 @logits_grad.fake
-def _(logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
+def _(logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, server: Server) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
@@ -86,38 +92,42 @@ def given_slopes(stats: RowStats, grads: RowStats, want_entropy: bool) -> Slopes
 
 
 @logits_stats.gradient(lambda stats, *inputs: (*inputs, stats), "logprobs", "entropy")
-def _(ctx: Any, logits: Tensor, asked: Asked, server: Server, stats: RowStats, grads: RowStats) -> dict[str, Tensor]:
-    slopes = given_slopes(stats, grads, asked.want_entropy)
-    return {"logits": logits_grad(logits, asked, stats, slopes, server)}
+def _(
+    ctx: Any, logits: Tensor, request: RowRequest, server: Server, stats: RowStats, grads: RowStats
+) -> dict[str, Tensor]:
+    slopes = given_slopes(stats, grads, request.want_entropy)
+    return {"logits": logits_grad(logits, request, stats, slopes, server)}
 
 
 # --- the loss of objectives whose gradient at a token needs nothing but that token's row --------------------
 
 
 @operator
-def logits_loss(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
+def logits_loss(
+    logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, server: Server
+) -> RowsSlopes:
     """Return the loss from one sweep over the logits. Its gradient takes a second sweep, in the backward pass."""
-    return backend_of(server, asked).row_slopes(_sampled(server, logits), asked, tokens, scalars)
+    return backend_of(server, request).row_slopes(_sampled(server, logits), request, tokens, scalars)
 
 
 @logits_loss.fake
-def _(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
-    stats = _fake_stats(logits, asked)
+def _(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, server: Server) -> RowsSlopes:
+    stats = _fake_stats(logits, request)
     policy = TokenLoss.empty(stats.logprobs, scalars.kl_coef != 0)
     policy = policy._replace(loss=stats.logprobs.new_empty(()))
     return RowsSlopes.of(stats, policy, tokens.weights, scalars.entropy_coef)
 
 
-def _keep_for_loss(out: RowsSlopes, logits: Tensor, asked: Asked, *inputs: Any) -> tuple[Any, ...]:
-    return logits, asked, out.stats, out.slopes, inputs[-1]
+def _keep_for_loss(out: RowsSlopes, logits: Tensor, request: RowRequest, *inputs: Any) -> tuple[Any, ...]:
+    return logits, request, out.stats, out.slopes, inputs[-1]
 
 
 @logits_loss.gradient(_keep_for_loss, "loss")
 def _(
-    ctx: Any, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, server: Server, grads: RowsSlopes
+    ctx: Any, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, server: Server, grads: RowsSlopes
 ) -> dict[str, Tensor]:
     slopes = Slopes(grads.loss * slopes.logprobs, None if slopes.entropy is None else grads.loss * slopes.entropy)
-    return {"logits": logits_grad(logits, asked, stats, slopes, server)}
+    return {"logits": logits_grad(logits, request, stats, slopes, server)}
 
 
 # --- the gradient in place of the logits, in eager mode only: a compiler plans buffers itself ---------------
@@ -135,9 +145,9 @@ class StatsInPlace(torch.autograd.Function):
     """``logits_stats`` with a backward pass that writes ∂loss/∂logits over the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, asked: Asked, server: Server) -> tuple[Tensor | None, ...]:
-        stats = logits_stats.run(logits, asked, server)
-        SavedForBackward((logits, asked, stats, server)).store(ctx)
+    def forward(ctx: Any, logits: Tensor, request: RowRequest, server: Server) -> tuple[Tensor | None, ...]:
+        stats = logits_stats.run(logits, request, server)
+        SavedForBackward((logits, request, stats, server)).store(ctx)
         ctx.mark_non_differentiable(stats.norm)
         ctx.set_materialize_grads(False)
         return tuple(stats)
@@ -145,19 +155,19 @@ class StatsInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         check_first_backward(ctx, "inplace_backward=True", _REMEDY)
-        logits, asked, stats, server = SavedForBackward.load(ctx)
+        logits, request, stats, server = SavedForBackward.load(ctx)
         logits = logits.detach()
-        slopes = given_slopes(stats, RowStats(*grads), asked.want_entropy)  # type: ignore[arg-type]
-        _row_grad(logits, logits, asked, stats, slopes, server)
+        slopes = given_slopes(stats, RowStats(*grads), request.want_entropy)  # type: ignore[arg-type]
+        _row_grad(logits, logits, request, stats, slopes, server)
         torch.autograd.graph.increment_version(logits)
         return logits, None, None
 
 
-def stats_of(logits: Tensor, asked: Asked, server: Server, in_place: bool) -> RowStats:
+def stats_of(logits: Tensor, request: RowRequest, server: Server, in_place: bool) -> RowStats:
     """Return ``logits_stats``. With ``in_place`` its gradient overwrites the logits."""
     if in_place:
-        return RowStats(*StatsInPlace.apply(logits, asked, server))
-    return logits_stats(logits, asked, server)
+        return RowStats(*StatsInPlace.apply(logits, request, server))
+    return logits_stats(logits, request, server)
 
 
 class LossInPlace(torch.autograd.Function):
@@ -165,10 +175,10 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars, server: Server
+        ctx: Any, logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, server: Server
     ) -> tuple[Tensor | None, ...]:
         rows = _sampled(server, logits, zero_rest=True)
-        out = backend_of(server, asked).row_loss_(rows, asked, tokens, scalars)
+        out = backend_of(server, request).row_loss_(rows, request, tokens, scalars)
         # If someone else has saved the logits for a backward pass, autograd must know that they have changed.
         torch.autograd.graph.increment_version(logits)
         # Detached: autograd refuses to return a view that a function made (``DTensor.to_local``) once it has changed.

@@ -25,19 +25,19 @@ from dapo_kernels.backends.reference import check_rows
 from dapo_kernels.engine.kept import KeptTokens
 from dapo_kernels.engine.operators import operator
 from dapo_kernels.engine.wrapped import Wrapped
-from dapo_kernels.records import Asked, Plan, RowStats, Server, Slopes, accumulate_dtype, on_host
+from dapo_kernels.records import Plan, RowRequest, RowStats, Server, Slopes, accumulate_dtype, on_host
 
 # Limit of the float32 copy in a sum of 16-bit tensors over ranks.
 _SUM_BYTES = 64 * 2**20
 
 
-def backend_of(server: Server | Plan, asked: Asked) -> Backend:
+def backend_of(server: Server | Plan, request: RowRequest) -> Backend:
     """Return the backend of a call: for whole rows, also if this rank has only some of their columns, or for rows with
     lists of kept tokens.
     """
     by = backend(server.backend)
-    if asked.listed is not None:
-        by = KeptTokens(by, asked)
+    if request.listed is not None:
+        by = KeptTokens(by, request)
     if server.group is None:
         return by
     assert server.columns is not None
@@ -70,61 +70,61 @@ class Shards(Wrapped):
         rank = self.group.rank()
         self.first, self.n, self.vocab = sum(columns[:rank]), columns[rank], sum(columns)
 
-    def _on_columns(self, asked: Asked) -> Asked:
-        return asked_of_columns(asked, self.first, self.n)
+    def _on_columns(self, request: RowRequest) -> RowRequest:
+        return request_for_columns(request, self.first, self.n)
 
-    def row_stats(self, logits: Tensor, asked: Asked) -> RowStats:
-        check_rows(asked, self.vocab)
-        here = self._on_columns(asked)
+    def row_stats(self, logits: Tensor, request: RowRequest) -> RowStats:
+        check_rows(request, self.vocab)
+        here = self._on_columns(request)
         stats = self.by.row_stats(logits, here) if self.n else _stats_of_nothing(here, logits.dtype)
-        return whole_stats(self.by, _gathered(stats_to_send(stats, here), self.group), asked)
+        return whole_stats(self.by, _gathered(stats_to_send(stats, here), self.group), request)
 
     def row_grad(
-        self, out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False
+        self, out: Tensor, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, zeroed: bool = False
     ) -> None:
         if self.n:
-            self.by.row_grad(out, logits, self._on_columns(asked), stats, slopes, zeroed)
+            self.by.row_grad(out, logits, self._on_columns(request), stats, slopes, zeroed)
 
 
-def _stats_of_nothing(asked: Asked, dtype: torch.dtype) -> RowStats:
+def _stats_of_nothing(request: RowRequest, dtype: torch.dtype) -> RowStats:
     """Return statistics of rows without columns: maximum −∞, sum 0."""
-    stats = RowStats.empty(asked, accumulate_dtype(dtype))
+    stats = RowStats.empty(request, accumulate_dtype(dtype))
     stats.norm[:, 0], stats.norm[:, 1] = -torch.inf, 0.0
     return RowStats(stats.logprobs.zero_(), stats.norm, None if stats.entropy is None else stats.entropy.zero_())
 
 
-def asked_of_columns(asked: Asked, first: int, n: int) -> Asked:
+def request_for_columns(request: RowRequest, first: int, n: int) -> RowRequest:
     """Return the request for ``n`` columns of every row, starting with ``first``."""
-    target = asked.target_ids - first
-    kept_ids = None if asked.kept_ids is None else asked.kept_ids - first
+    target = request.target_ids - first
+    kept_ids = None if request.kept_ids is None else request.kept_ids - first
     target = torch.where((target >= 0) & (target < n), target, -1)
-    return asked._replace(target_ids=target, kept_ids=kept_ids, partial=True)
+    return request._replace(target_ids=target, kept_ids=kept_ids, partial=True)
 
 
-def stats_to_send(stats: RowStats, asked: Asked) -> Tensor:
+def stats_to_send(stats: RowStats, request: RowRequest) -> Tensor:
     """Return the statistics that are sent to the other ranks: [N, 4], or [N, 3] without entropy."""
     # If all these columns are −∞, log-probs within them are NaN; in the whole row they are −∞.
     logprobs = torch.where(stats.norm[:, 0] == -torch.inf, -torch.inf, stats.logprobs)
     # 1 is not a valid log-prob: it marks a target on another rank.
-    logprobs = torch.where(asked.target_ids < 0, 1.0, logprobs)
+    logprobs = torch.where(request.target_ids < 0, 1.0, logprobs)
     return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)
 
 
-def whole_stats(by: Backend, gathered: Tensor, asked: Asked) -> RowStats:
+def whole_stats(by: Backend, gathered: Tensor, request: RowRequest) -> RowStats:
     """Return statistics of whole rows from what every rank sent for its columns, [R, N, 3 or 4]."""
-    norm, log_shares = by.merge_norms(gathered[..., :2], asked)
+    norm, log_shares = by.merge_norms(gathered[..., :2], request)
 
     def zero_dead(x: Tensor) -> Tensor:
-        return torch.where(asked.live, x, 0.0).to(gathered.dtype)
+        return torch.where(request.live, x, 0.0).to(gathered.dtype)
 
     # Rounding must not produce a probability above 1.
     logprobs = torch.where(gathered[..., 2] > 0, 0.0, gathered[..., 2] + log_shares).sum(0).clamp(max=0.0)
     entropy = None
-    if asked.want_entropy:
+    if request.want_entropy:
         # Columns that are all −∞ have no entropy and do not contribute.
         terms = torch.where(log_shares == -torch.inf, 0.0, log_shares.exp() * (gathered[..., 3] - log_shares))
         entropy = zero_dead(terms.sum(0).clamp(min=0.0))
-    return RowStats(zero_dead(logprobs), torch.where(asked.live[:, None], norm, 0.0), entropy)
+    return RowStats(zero_dead(logprobs), torch.where(request.live[:, None], norm, 0.0), entropy)
 
 
 # --- what the ranks have to agree on ----------------------------------------------------------------------
@@ -230,12 +230,12 @@ def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
     return total
 
 
-def list_checksums(asked: Asked) -> Tensor | None:
+def list_checksums(request: RowRequest) -> Tensor | None:
     """Return int64 [N], wrapping: a checksum of the tokens that each row keeps."""
-    if asked.kept_ids is None or asked.kept_rows is None:
+    if request.kept_ids is None or request.kept_rows is None:
         return None
-    mixed = (asked.kept_ids + 1) * 2654435761
-    return torch.zeros_like(asked.target_ids).index_add_(0, asked.kept_rows, (mixed ^ (mixed >> 17)) * 1000003)
+    mixed = (request.kept_ids + 1) * 2654435761
+    return torch.zeros_like(request.target_ids).index_add_(0, request.kept_rows, (mixed ^ (mixed >> 17)) * 1000003)
 
 
 def _bits(x: Tensor) -> Tensor:

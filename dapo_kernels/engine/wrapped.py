@@ -7,7 +7,7 @@ from torch import Tensor
 from dapo_kernels.backends import Backend
 from dapo_kernels.backends.reference import slopes_of_stats
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Tokens
+from dapo_kernels.records import RowRequest, RowsLoss, RowsSlopes, RowStats, Tokens
 
 
 class Wrapped:
@@ -21,20 +21,22 @@ class Wrapped:
         self.gather_kept = by.gather_kept
         self.row_divergence_ = by.row_divergence_
 
-    def merge_norms(self, norms: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        return self.by.merge_norms(norms, asked)
+    def merge_norms(self, norms: Tensor, request: RowRequest) -> tuple[Tensor, Tensor]:
+        return self.by.merge_norms(norms, request)
 
     def row_slopes(
-        self: Backend, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars
+        self: Backend, logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars
     ) -> RowsSlopes:
-        return slopes_of_stats(self.row_stats(logits, asked), tokens, scalars, self.token_loss)
+        return slopes_of_stats(self.row_stats(logits, request), tokens, scalars, self.token_loss)
 
-    def row_loss_(self: Backend, logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-        out = slopes_of_stats(stats_before_gradient(self, logits, asked), tokens, scalars, self.token_loss)
-        self.row_grad(logits, logits, asked, out.stats, out.slopes)
+    def row_loss_(
+        self: Backend, logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars
+    ) -> RowsLoss:
+        out = slopes_of_stats(stats_before_gradient(self, logits, request), tokens, scalars, self.token_loss)
+        self.row_grad(logits, logits, request, out.stats, out.slopes)
         return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
 
 
-def stats_before_gradient(by: Backend, logits: Tensor, asked: Asked) -> RowStats:
+def stats_before_gradient(by: Backend, logits: Tensor, request: RowRequest) -> RowStats:
     """Return ``row_stats`` and keep the logits for ``row_grad``: a softcap in place would overwrite them."""
-    return by.row_stats(logits.clone() if asked.softcap is not None and by.SOFTCAP_COPIES else logits, asked)
+    return by.row_stats(logits.clone() if request.softcap is not None and by.SOFTCAP_COPIES else logits, request)

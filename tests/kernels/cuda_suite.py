@@ -18,7 +18,7 @@ from dapo_kernels.backends import cuda, reference
 from dapo_kernels.backends.structs import rows_of
 from dapo_kernels.objectives import OBJECTIVES
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, Tokens
+from dapo_kernels.records import RowRequest, RowsLoss, Tokens
 
 PATHS = ("cluster", "sweep", "split")
 # Rows of one element; around a vector, a tile, a slice, two slices; the last with a tail.
@@ -40,7 +40,7 @@ def problem(n: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tok
     ids = torch.randint(vocab, (n,), generator=g)
     live = torch.ones(n, dtype=torch.bool)
     live[[1, 4]] = False
-    logprobs = reference.row_stats(logits.double(), Asked(ids, live, 0.7, None, False)).logprobs
+    logprobs = reference.row_stats(logits.double(), RowRequest(ids, live, 0.7, None, False)).logprobs
 
     def near() -> Tensor:
         return (logprobs + 0.3 * torch.randn(n, generator=g).double()).float()
@@ -54,8 +54,8 @@ def run(path: str, rows: Tensor, ids: Tensor, tokens: Tokens, options: dict[str,
     cuda.PATH = path
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
     coef = options.get("entropy_coef", 0.0)
-    asked = Asked(ids, tokens.live, 0.7, None, coef != 0, softcap=options.get("softcap"))
-    return cuda.row_loss_(rows, asked, tokens, scalars._replace(entropy_coef=coef))
+    request = RowRequest(ids, tokens.live, 0.7, None, coef != 0, softcap=options.get("softcap"))
+    return cuda.row_loss_(rows, request, tokens, scalars._replace(entropy_coef=coef))
 
 
 @pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"softcap": 5.0}], ids=str)
@@ -75,7 +75,7 @@ def test_loss_and_gradient_of_every_path(dtype: torch.dtype, vocab: int, options
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
     coef = options.get("entropy_coef", 0.0)
     scalars = scalars._replace(entropy_coef=coef)
-    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars)
+    expected = reference.row_loss_(grad, RowRequest(ids, tokens.live, 0.7, None, coef != 0), wide, scalars)
     grad *= slope
     first = None
     for offset, gap, paths in ((8, -vocab % 8, PATHS), (1, -vocab % 8 + 3, PATHS[1:]), (5, -vocab % 8, PATHS[1:])):
@@ -124,12 +124,12 @@ def test_far_logits_on_every_path(dtype: torch.dtype, magnitude: float, options:
     )
     coef = options.get("entropy_coef", 0.0)
     scalars = ObjectiveScalars.of(OBJECTIVES["dapo"])._replace(entropy_coef=coef)
-    expected = reference.row_loss_(grad, Asked(ids, tokens.live, 0.7, None, coef != 0), wide, scalars)
+    expected = reference.row_loss_(grad, RowRequest(ids, tokens.live, 0.7, None, coef != 0), wide, scalars)
     outs = []
     for path in PATHS:
         rows = logits.clone()
         cuda.PATH = path
-        outs.append((cuda.row_loss_(rows, Asked(ids, tokens.live, 0.7, None, coef != 0), tokens, scalars), rows))
+        outs.append((cuda.row_loss_(rows, RowRequest(ids, tokens.live, 0.7, None, coef != 0), tokens, scalars), rows))
         out = outs[-1][0]
         assert torch.equal(rows, outs[0][1])
         assert torch.equal(out.logprobs, outs[0][0].logprobs)
@@ -239,7 +239,7 @@ def test_a_softcap_takes_minus_infinity_to_its_bound() -> None:
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(0))
     logits[:, 100:8990] = -math.inf
     ids, live = torch.tensor([5, 200]), torch.ones(2, dtype=torch.bool)
-    logprobs, _, entropy = cuda.row_stats(logits, Asked(ids, live, 1.0, None, True, softcap=3.0))
+    logprobs, _, entropy = cuda.row_stats(logits, RowRequest(ids, live, 1.0, None, True, softcap=3.0))
     truth = torch.log_softmax(3 * torch.tanh(logits.double() / 3), -1)
     assert entropy is not None
     torch.testing.assert_close(logprobs.double(), truth[torch.arange(2), ids], rtol=0, atol=2e-6)
@@ -317,6 +317,6 @@ def test_a_row_beyond_a_cluster() -> None:
     rows = rows_of(cuda._cuda, logits)
     assert cuda._cuda.choose_path(rows).name == "split"
     ids, live = torch.tensor([0, vocab - 1]), torch.ones(2, dtype=torch.bool)
-    logprobs = cuda.row_stats(logits, Asked(ids, live, 1.0, None, False)).logprobs
+    logprobs = cuda.row_stats(logits, RowRequest(ids, live, 1.0, None, False)).logprobs
     truth = torch.log_softmax(logits.double(), -1)[torch.arange(2), ids]
     torch.testing.assert_close(logprobs.double(), truth, rtol=0, atol=3e-6)

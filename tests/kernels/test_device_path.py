@@ -40,7 +40,7 @@ from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import layout_of
 from dapo_kernels.objectives import aggregate
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, Head, Needs, Plan, RowStats, Slopes, Tokens
+from dapo_kernels.records import Head, Needs, Plan, RowRequest, RowStats, Slopes, Tokens
 
 GIB = 2**30
 needs_triton = pytest.mark.skipif(
@@ -201,8 +201,8 @@ def test_the_cuda_backend_takes_the_divergence_of_triton(monkeypatch: pytest.Mon
     launches = record_launches(monkeypatch)
     monkeypatch.setitem(registry._reasons, "triton", None)
     rows, live = torch.empty(5, 64, device="meta"), torch.empty(5, dtype=torch.bool, device="meta")
-    asked = Asked(torch.empty(5, dtype=torch.int64, device="meta"), live, 1.0, None, False)
-    found = cuda.row_divergence_(rows, rows, asked, rows[:, 0], divergence.Distance(0.5, None, None))
+    request = RowRequest(torch.empty(5, dtype=torch.int64, device="meta"), live, 1.0, None, False)
+    found = cuda.row_divergence_(rows, rows, request, rows[:, 0], divergence.Distance(0.5, None, None))
     assert (launches.names, found.device.type) == (["row_divergence_kernel"], "meta")
 
 
@@ -326,11 +326,11 @@ def run_linear(
     scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
     plan = Plan(chunk_bytes, host_sync, None, backend)
     needs = Needs(True, True, leaves.bias is not None)
-    asked = Asked(p["target_ids"], p["mask"], 1.0, p["temperature"], True)
+    request = RowRequest(p["target_ids"], p["mask"], 1.0, p["temperature"], True)
     with torch.no_grad():
-        out = hidden.linear_loss.run(leaves, asked, tokens, scalars._replace(entropy_coef=0.1), needs, plan)
-        stats: RowStats = hidden.linear_stats.run(leaves, asked, plan)
-        more = hidden.linear_grad.run(leaves, asked, stats, Slopes(weights, advantages), needs, plan)
+        out = hidden.linear_loss.run(leaves, request, tokens, scalars._replace(entropy_coef=0.1), needs, plan)
+        stats: RowStats = hidden.linear_stats.run(leaves, request, plan)
+        more = hidden.linear_grad.run(leaves, request, stats, Slopes(weights, advantages), needs, plan)
         return out, out[5:], more
 
 
@@ -481,11 +481,11 @@ def test_factors_and_divergences_do_not_wait(monkeypatch: pytest.MonkeyPatch) ->
     a, b, weights = (torch.empty(shape, device="meta") for shape in ((3, H), (V, 3), (T,)))
     head = Head(p["hidden"], p["weight"], None, None, False, a, b, 0.5)
     tokens = Tokens(p["mask"], weights, weights, p["old_logprobs"], None, None)
-    asked = Asked(p["target_ids"], p["mask"], 1.0, p["temperature"], False)
+    request = RowRequest(p["target_ids"], p["mask"], 1.0, p["temperature"], False)
     rest = (Needs(True, True, False, True, True), Plan(ROW_MULTIPLE * row_stride(V) * 4, False, None, "triton"))
     with torch.no_grad(), NoWaiting():
-        loss = hidden.linear_loss.run(head, asked, tokens, ObjectiveScalars.of(OBJECTIVES["dapo"]), *rest)
-        divergence = distillation.linear_divergence.run(head, head, asked, weights, 0.3, *rest)
+        loss = hidden.linear_loss.run(head, request, tokens, ObjectiveScalars.of(OBJECTIVES["dapo"]), *rest)
+        divergence = distillation.linear_divergence.run(head, head, request, weights, 0.3, *rest)
     for out in (loss, divergence):
         shapes = [None if x is None else tuple(x.shape) for x in out[-5:]]
         assert shapes == [(T, H), (V, H), None, (3, H), (V, 3)]

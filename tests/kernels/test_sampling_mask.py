@@ -489,15 +489,15 @@ def test_what_a_chunk_leaves_out_does_not_pile_up(monkeypatch: pytest.MonkeyPatc
 
 def test_ids_of_other_ranks_do_not_pile_up() -> None:
     """Of the columns a rank has one of: the others' ids are spread over its own."""
-    asked = records.Asked(
+    request = records.RowRequest(
         torch.tensor([3]), torch.tensor([True]), 1.0, None, True, True,
         torch.tensor([True]), torch.arange(-40, 60), torch.zeros(100, dtype=torch.int64),
     )  # fmt: skip
-    found = kept_module.TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), asked)
+    found = kept_module.TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
     assert found.ids[found.here].tolist() == list(range(20))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_module, "on_host", lambda x: False)
-        spread = kept_module.TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), asked)
+        spread = kept_module.TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
     assert spread.ids[spread.here].tolist() == list(range(20))
     assert spread.ids.bincount().tolist() == [5] * 20
 

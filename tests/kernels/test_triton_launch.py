@@ -18,7 +18,7 @@ from dapo_kernels.backends import triton
 from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.backends.triton import divergence, kernels
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, Slopes, Tokens
+from dapo_kernels.records import RowRequest, Slopes, Tokens
 
 
 def test_the_launch_follows_the_row_alone() -> None:
@@ -94,11 +94,11 @@ def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.Monkey
             tokens = Tokens(live, *(per_token,) * 4, None)
             for low in (0.2, 1):  # an int is a number too
                 some = scalars._replace(clip_low=low, entropy_coef=0.1)
-                triton.row_loss_(logits, Asked(ids, live, 1.0, per_token + 1, True), tokens, some)
+                triton.row_loss_(logits, RowRequest(ids, live, 1.0, per_token + 1, True), tokens, some)
                 triton.token_loss(per_token, per_token, tokens, some)
-            asked = Asked(ids, live, 1.0, None, True)
-            stats = triton.row_stats(logits, asked)
-            triton.row_grad(logits, logits, asked, stats, Slopes(per_token, per_token))
+            request = RowRequest(ids, live, 1.0, None, True)
+            stats = triton.row_stats(logits, request)
+            triton.row_grad(logits, logits, request, stats, Slopes(per_token, per_token))
     # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
     assert {name: len(found) for name, found in keys.items()} == dict.fromkeys(keys, 1)
     assert len(keys) == 4
@@ -159,7 +159,7 @@ def diverge(rows: torch.Tensor) -> None:
     n = rows.shape[0]
     live, ids = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
     triton.row_divergence_(
-        rows, rows.clone(), Asked(ids, live, 1.0, None, False), torch.ones(n), Distance(0.0, None, None)
+        rows, rows.clone(), RowRequest(ids, live, 1.0, None, False), torch.ones(n), Distance(0.0, None, None)
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dapo_kernels import OBJECTIVES, dapo_loss, policy_loss, token_logprobs
 from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import Asked, Slopes, Tokens
+from dapo_kernels.records import RowRequest, Slopes, Tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (2, 37, 1031, 5000)  # below, within, just past and well past a block
@@ -134,21 +134,21 @@ def test_a_row_has_its_bits_wherever_it_starts(dtype: torch.dtype, vocab: int) -
         assert bool(storage[start + vocab :].isnan().all())
 
     found = []
-    asked, slopes = Asked(ids, live, 0.8, None, True), Slopes(upstream, upstream)
+    request, slopes = RowRequest(ids, live, 0.8, None, True), Slopes(upstream, upstream)
     for start in range(2 * places):
         storage, logits = at(start)
         logits.copy_(row)
-        stats = triton.row_stats(logits, asked)
+        stats = triton.row_stats(logits, request)
         assert stats[2] is not None
         to = (3 * start + places // 2) % (2 * places)
         others, gradient = at(to)
-        triton.row_grad(gradient, logits, asked, stats, slopes)
+        triton.row_grad(gradient, logits, request, stats, slopes)
         check_guards(others, to)
-        triton.row_grad(logits, logits, asked, stats, slopes)
+        triton.row_grad(logits, logits, request, stats, slopes)
         check_guards(storage, start)
         assert torch.equal(logits, gradient)
         found.append((*stats, gradient))
-        triton.row_grad(logits, logits, asked._replace(live=~live), stats, slopes)
+        triton.row_grad(logits, logits, request._replace(live=~live), stats, slopes)
         check_guards(storage, start)
         assert not logits.any()
     for start, got in enumerate(found):
@@ -196,13 +196,13 @@ def test_softcap_in_the_row_kernels(vocab: int) -> None:
     (dl.double() * per_row[torch.arange(5), ids] - dh.double() * (per_row.exp() * per_row).sum(-1)).sum().backward()
     if vocab == 37:
         logits = on_boundaries(logits)
-    asked = Asked(ids, live, 0.8, None, True, softcap=cap)
-    got = triton.row_stats(logits, asked)
+    request = RowRequest(ids, live, 0.8, None, True, softcap=cap)
+    got = triton.row_stats(logits, request)
     assert got.entropy is not None
     elementwise(got.logprobs, logp, what="logprobs", scale=20.0)
     elementwise(got.entropy, entropy, what="entropy", scale=20.0)
     work = logits.clone()  # with the logits' strides
-    triton.row_grad(work, work, asked, got, Slopes(dl, dh))
+    triton.row_grad(work, work, request, got, Slopes(dl, dh))
     assert x.grad is not None
     elementwise(work, x.grad, what="gradient")
 
@@ -232,7 +232,7 @@ def test_programs_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", started)
         monkeypatch.setattr(triton, "programs_for", lambda *of, programs=programs: programs)
-        out = triton.row_loss_(rows, Asked(ids, live, 0.7, None, False), tokens, scalars)
+        out = triton.row_loss_(rows, RowRequest(ids, live, 0.7, None, False), tokens, scalars)
         outs.append((rows, *out))
         assert left == [7, *range(programs - 1, 0, -1)]
     for other in outs[1:]:
@@ -245,12 +245,12 @@ def test_programs_that_share_rows_of_a_divergence(monkeypatch: pytest.MonkeyPatc
     g = torch.Generator().manual_seed(4)
     logits, ref = torch.randn(7, 300, generator=g), torch.randn(7, 300, generator=g)
     live, weights = torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.bool), torch.randn(7, generator=g)
-    asked = Asked(torch.zeros(7, dtype=torch.int64), live, 0.7, None, False)
+    request = RowRequest(torch.zeros(7, dtype=torch.int64), live, 0.7, None, False)
     outs = []
     for programs in (7, 3, 1):
         monkeypatch.setattr(triton, "programs_for", lambda *of, programs=programs: programs)
         rows = logits.clone()
-        outs.append((rows, triton.row_divergence_(rows, ref, asked, weights, Distance(0.4, None, None))))
+        outs.append((rows, triton.row_divergence_(rows, ref, request, weights, Distance(0.4, None, None))))
         assert not torch.isnan(outs[-1][1]).any()
         assert torch.equal((rows == 0).all(1), ~live)
     for other in outs[1:]:

@@ -21,7 +21,7 @@ from dapo_kernels.backends.norms import merge_triton_norms
 from dapo_kernels.backends.reference import check_rows, slopes_of_stats, unit_stride
 from dapo_kernels.backends.triton import divergence, kernels
 from dapo_kernels.objectives.surrogate import N_PER_TOKEN, ObjectiveScalars
-from dapo_kernels.records import Asked, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
+from dapo_kernels.records import RowRequest, RowsLoss, RowsSlopes, RowStats, Slopes, TokenLoss, Tokens
 
 SOFTCAP_COPIES = False  # the kernels apply it
 gather_kept = None
@@ -165,11 +165,11 @@ def _rows(logits: Tensor) -> tuple[Any, int, int, int]:
     return logits, max(logits.shape[-2], 1), outer, logits.stride(-2)
 
 
-def _inputs(logits: Tensor, asked: Asked) -> tuple[Any, ...]:
+def _inputs(logits: Tensor, request: RowRequest) -> tuple[Any, ...]:
     """Return the arguments that all row kernels take."""
-    cap = None if asked.softcap is None else float(asked.softcap)
-    tau = (asked.temperatures, float(asked.temperature))
-    return *_rows(logits), logits.shape[-1], asked.target_ids, asked.live.view(torch.int8), *tau, cap
+    cap = None if request.softcap is None else float(request.softcap)
+    tau = (request.temperatures, float(request.temperature))
+    return *_rows(logits), logits.shape[-1], request.target_ids, request.live.view(torch.int8), *tau, cap
 
 
 def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
@@ -177,23 +177,25 @@ def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
     return tuple(float(x) if type(x) is int else x for x in scalars[:N_PER_TOKEN])
 
 
-def row_stats(logits: Tensor, asked: Asked) -> RowStats:
-    check_rows(asked, logits.shape[-1])
+def row_stats(logits: Tensor, request: RowRequest) -> RowStats:
+    check_rows(request, logits.shape[-1])
     logits = unit_stride(logits)
-    stats = RowStats.empty(asked)
-    n = asked.target_ids.numel()
-    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, asked), *stats, **_shape(logits))
+    stats = RowStats.empty(request)
+    n = request.target_ids.numel()
+    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, request), *stats, **_shape(logits))
     return stats
 
 
-def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes: Slopes, zeroed: bool = False) -> None:
+def row_grad(
+    out: Tensor, logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, zeroed: bool = False
+) -> None:
     source, to = unit_stride(logits), unit_stride(out)
     launch(
         kernels.row_grad_kernel,
-        asked.target_ids.numel(),
+        request.target_ids.numel(),
         source.device,
         *_rows(to),
-        *_inputs(source, asked),
+        *_inputs(source, request),
         *stats[1:],
         *slopes,
         **_shape(source, to),
@@ -202,20 +204,20 @@ def row_grad(out: Tensor, logits: Tensor, asked: Asked, stats: RowStats, slopes:
         out.copy_(to)
 
 
-def row_slopes(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
-    return slopes_of_stats(row_stats(logits, asked), tokens, scalars, token_loss)
+def row_slopes(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsSlopes:
+    return slopes_of_stats(row_stats(logits, request), tokens, scalars, token_loss)
 
 
-def row_loss_(logits: Tensor, asked: Asked, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
-    check_rows(asked, logits.shape[-1])
+def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars) -> RowsLoss:
+    check_rows(request, logits.shape[-1])
     work = unit_stride(logits)
-    result = RowsLoss.empty(asked, scalars.kl_coef != 0)
+    result = RowsLoss.empty(request, scalars.kl_coef != 0)
     losses = torch.empty_like(result.logprobs)
     _launch_rows(
         kernels.row_loss_kernel,
-        asked.target_ids.numel(),
+        request.target_ids.numel(),
         (work,),
-        *_inputs(work, asked),
+        *_inputs(work, request),
         *tokens[1:],
         losses,
         *result[1:-1],
@@ -253,7 +255,9 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
     return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
 
 
-def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: Tensor, distance: Distance) -> Tensor:
+def row_divergence_(
+    logits: Tensor, ref_logits: Tensor, request: RowRequest, weights: Tensor, distance: Distance
+) -> Tensor:
     found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     shape = _shape(logits, ref_logits)
     # Half a step: a thread holds logits of two rows, and more would take more than MAX_REGISTERS.
@@ -267,9 +271,9 @@ def row_divergence_(logits: Tensor, ref_logits: Tensor, asked: Asked, weights: T
         ref_logits,
         ref_logits.stride(0),
         logits.shape[1],
-        asked.live.view(torch.int8),
-        asked.temperatures,
-        float(asked.temperature),
+        request.live.view(torch.int8),
+        request.temperatures,
+        float(request.temperature),
         distance.softcap,
         distance.ref_softcap,
         weights,
