@@ -72,9 +72,7 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
     except BlockingIOError as error:
         owner = _owner(file)
         file.close()
-        raise ConfigError(
-            f"run.name: expected an unused folder, got {folder}, in use by {owner}. Wait, stop it, or choose another."
-        ) from error
+        raise ConfigError(f"run.name: expected a free folder, got {folder}, used by {owner}. Stop it first.") from error
     except OSError as error:  # a file system without locks
         note(f"{path} cannot be locked ({error}). Make sure that no other process trains in this folder.")
     file.truncate(0)

@@ -180,7 +180,7 @@ def test_runs_of_another_study_are_not_made_again(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "t/runs").exists()
     changed = write_study(tmp_path, name="t", runs="s", variants=[{"name": "plain"}], seeds=[5])
     assert main(["study", str(changed), "--dry-run"]) == 2
-    assert "runs/plain/seed_5: " in capsys.readouterr().err
+    assert "runs/plain/seed_5" in capsys.readouterr().err
 
 
 def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: Path) -> None:
