@@ -92,7 +92,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, tm
     ("section", "values", "named"),
     [
         ("rollout", {"temperature": 0.7}, r"rollout\.temperature: 1\.0 → 0\.7"),
-        ("optimizer", {"weight_decay": 0.5, "lr": 1e-5}, r"\(optimizer\.weight_decay: 0\.1 → 0\.5\)"),
+        ("optimizer", {"weight_decay": 0.5, "lr": 1e-5}, r": optimizer\.weight_decay: 0\.1 → 0\.5\. "),
         ("sampler", {"prompts_per_step": 8}, r"sampler\.prompts_per_step: 4 → 8"),
     ],
 )
