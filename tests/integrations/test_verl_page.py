@@ -76,4 +76,5 @@ def response(n_tokens: int) -> Any:
 
     ids = torch.zeros(1, n_tokens, dtype=torch.long)
     columns = {"data_source": ["x"], "reward_model": [{"ground_truth": "1"}], "extra_info": [{}]}
-    return DataProto.from_dict({"responses": ids, "attention_mask": torch.ones(1, 4 + n_tokens, dtype=torch.long)}, columns)
+    tensors = {"responses": ids, "attention_mask": torch.ones(1, 4 + n_tokens, dtype=torch.long)}
+    return DataProto.from_dict(tensors, columns)
