@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +67,25 @@ def _log(command: list[str], path: Path, seconds: float) -> None:
     with path.open("w") as log:
         log.write(f"sources {machine.sources()}, commit {machine.commit()}, try {tries}\n")
         log.flush()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=seconds).returncode
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
+            _stop(process)
             log.write(f"\nstopped after {seconds:.0f} s")
             status = STOPPED
         log.write(f"\nexit status {status}\n")
     print(f"{path.name}: {' | '.join(path.read_text().strip().splitlines()[-3:])}", flush=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process and those that it started, so that pytest shows its failures; end them 15 seconds later."""
+    os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _tries(path: Path) -> int:
@@ -81,7 +95,9 @@ def _tries(path: Path) -> int:
 
 
 def _status(path: Path) -> int:
-    return int(path.read_text().split()[-1])
+    """Return the exit status in a log; that of a stopped command where the machine went away before it was written."""
+    status = path.read_text().rpartition("\nexit status ")[2].strip()
+    return int(status) if status.lstrip("-").isdigit() else STOPPED
 
 
 def _is_done(path: Path) -> bool:

@@ -64,7 +64,7 @@ for wanted in sys.argv[1:]:
 }
 install() {
     "$PYTHON" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --retries 1 --timeout 10 \
-        "$@" >>"$LOG" 2>&1 || echo "could not install $*" | tee -a "$LOG"
+        "$@" >>"$LOG" 2>&1 || { echo "could not install $*" | tee -a "$LOG" && return 1; }
 }
 if [ -n "${WHEELS:-}" ]; then
     joined=$(mktemp -d)

@@ -15,7 +15,7 @@ class EnvironmentConfig(Section):
     max_turns: PositiveInt = 8  # turns of the policy in an episode
     max_turn_tokens: PositiveInt | None = None  # per turn; null: the rest of rollout.max_response_tokens
     timeout_seconds: PositiveFloat = 60.0  # for one call of an environment; the episode of a slower call is left out
-    concurrency: PositiveInt = 64  # environment calls at the same time
+    concurrency: PositiveInt = 64  # environment calls at the same time, in each round of rollouts
     max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail
 
     def checks(self) -> Iterator[Check]:

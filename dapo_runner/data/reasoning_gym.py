@@ -57,7 +57,9 @@ def _generate_elsewhere(tasks: list[dict[str, Any]]) -> Iterator[Any]:
     requests = json.dumps(tasks)
     found = subprocess.run(command, input=requests, capture_output=True, text=True, env=environment, check=False)
     if found.returncode != 0:
-        raise ConfigError(found.stderr.strip().splitlines()[-1])
+        raise ConfigError(
+            (found.stderr.strip().splitlines() or [f"data.reasoning_gym: exit code {found.returncode}"])[-1]
+        )
     yield from map(json.loads, found.stdout.splitlines())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
@@ -37,9 +38,12 @@ def make_environment(
 
 def template_arguments(config: EnvironmentConfig | None) -> dict[str, Any]:
     """Return how prompts of episodes are rendered: with the tools, up to where `TurnTemplate` goes on."""
-    return {} if config is None else {"until": CUT, "tools": tools_of(make_environment(config)())}
+    return {} if config is None else {"until": CUT, "tools": read_tools(make_environment(config))}
 
 
-def tools_of(environment: Environment) -> list[Any] | None:
-    """Return the JSON schemas of the tools, None for an environment without."""
+def read_tools(make: Callable[[], Environment]) -> list[Any] | None:
+    """Return the JSON schemas of an environment's tools, None if it has none. The environment is closed again."""
+    environment = make()
+    with suppress(Exception):  # it was never reset
+        getattr(environment, "close", lambda: None)()
     return environment.tools if isinstance(environment, ToolEnvironment) else None

@@ -24,10 +24,10 @@ import torch
 
 from dapo_runner.config import Config, EnvironmentConfig
 from dapo_runner.environments.environment import Environment, Message
-from dapo_runner.environments.make import make_environment, tools_of
+from dapo_runner.environments.make import make_environment, read_tools
 from dapo_runner.environments.template import TurnTemplate
 from dapo_runner.environments.tools import ToolEnvironment
-from dapo_runner.errors import RunError
+from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.rewards.reward import in_thread
 from dapo_runner.rollout.calls import Calls, LateError
 from dapo_runner.rollout.engine import Groups, RolloutEngine
@@ -121,7 +121,7 @@ class EpisodeRunner:
         self.tokenizer = tokenizer
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
-        self.template = TurnTemplate(tokenizer, chat=chat, tools=tools_of(self.make()))
+        self.template = TurnTemplate(tokenizer, chat=chat, tools=read_tools(self.make))
         self.counts, self.warnings = Counter[str](), list[str]()
         self._lock = threading.Lock()
 
@@ -210,7 +210,10 @@ class EpisodeRunner:
 
     def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
         limit = episode.sampling.max_tokens
-        tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
+        try:
+            tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
+        except ConfigError as error:  # a role that the chat template does not take
+            raise FailureError("invalid", str(error)) from error
         if len(tokens) >= limit and not (episode.rewards and self.template.tools):  # the policy asked for this result
             raise FailureError(
                 "too_long", f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
@@ -279,13 +282,17 @@ def _read_step(result: Any) -> tuple[tuple[Message, ...], float | None, bool]:
     try:
         observation, reward, is_done = result
         messages = (Message("user", observation),) if isinstance(observation, str) else observation or ()
-        if is_done not in (True, False) or not all(isinstance(message, Message) for message in messages):
+        if is_done not in (True, False) or not all(map(_is_message, messages)):
             raise TypeError
     except (TypeError, ValueError) as error:
         raise FailureError("invalid", f"expected (observation, reward, done) from step, got {result!r:.200}") from error
     if not (is_done or messages):
         raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
     return messages, _read_reward(reward), bool(is_done)
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, Message) and found.role in ("user", "tool") and isinstance(found.content, str)
 
 
 def _read_reward(reward: Any) -> float | None:

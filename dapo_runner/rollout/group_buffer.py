@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch.serialization import add_safe_globals
@@ -219,7 +219,7 @@ class GroupBuffer:
                 for group, one in zip(groups, known, strict=True)
             ]
 
-        if not all(isinstance(group, Group) for group in (*state["buffer"], *state["waiting"])):
+        if not all(map(_is_complete, (*state["buffer"], *state["waiting"]))):
             raise RunError("checkpoint: its groups are of an older version. Choose another run.name.")
         self.step, self._accepted, self._tried = state["steps"], state["accepted"], state["tried"]
         self.stats = SamplingStats(generated=state["generated"])
@@ -255,3 +255,10 @@ def without_rows(groups: Sequence[Group]) -> list[Group]:
 
 def _n_samples(groups: Sequence[Group]) -> int:
     return sum(len(group.samples) for group in groups)
+
+
+def _is_complete(group: Any) -> bool:
+    """Return whether a saved group has today's fields. A response of an older version loads without the new ones."""
+    return isinstance(group, Group) and all(
+        hasattr(sample.completion, field.name) for sample in group.samples for field in fields(Completion)
+    )

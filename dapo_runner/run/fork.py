@@ -28,6 +28,7 @@ OF_GROUPS = (
     "rollout.stop",
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
     "advantage.segments.",
+    "loss.routing_replay",
     "env.",
 )
 OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # always differ, or are not a setting

@@ -97,6 +97,15 @@ def test_what_was_stopped_is_resumed_once(tmp_path: Path) -> None:
     assert (tmp_path / "n").read_text() == "x"
 
 
+def test_what_the_machine_interrupted_is_resumed(tmp_path: Path) -> None:
+    """A log without an exit status is that of a machine that went away."""
+    log, ends = tmp_path / "gpu-cut.txt", tmp_path / "n"
+    log.write_text(f"sources {machine.sources()}, commit x, try 1\n..... [ 40%]\n")
+    assert not gpu._is_done(log)
+    assert gpu._run_logged({log: program(f"open({str(ends)!r}, 'a').write('x')")}, 60)
+    assert ends.read_text() == "x"
+
+
 def test_the_stage_of_the_card_waits_for_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = {tmp_path / "gpu-1-slow.txt": program("import time; time.sleep(60)")}
     monkeypatch.setattr(gpu, "test_commands", lambda results: commands)

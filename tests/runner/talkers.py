@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from dapo_runner.environments.environment import Message
+
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('role') }}{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -147,6 +149,8 @@ WAYS: dict[int, Any] = {
     19: (None, 0.0, False),
     23: ("", float("inf"), True),
     27: ("hello", 0.0, "no"),
+    31: ((Message("user", 5),), 0.0, False),  # type: ignore[arg-type]
+    35: ((Message("nobody", "hello"),), 0.0, False),
 }
 
 

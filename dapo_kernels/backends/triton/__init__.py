@@ -151,7 +151,7 @@ def _launch_rows(kernel: Any, n_rows: int, rows: tuple[Tensor, ...], *args: Any,
     """Start a kernel whose programs take rows from a counter, ``Next``."""
     device = rows[0].device
     options = (x if isinstance(x, str | bool) else x is None for x in args)
-    key = (kernel.__name__, device, rows[0].dtype, *shape.values(), *options)
+    key = (kernel, device, rows[0].dtype, *shape.values(), *options)
     n = programs_for(n_rows, rows, shape["BLOCK_V"], _held.get(key))
     counter = torch.full((1,), n, dtype=torch.int32, device=device)
     compiled = launch(kernel, n, device, *args, N=n_rows, Next=counter, **shape)
@@ -274,8 +274,8 @@ def row_divergence_(
         request.live.view(torch.int8),
         request.temperatures,
         float(request.temperature),
-        distance.softcap,
-        distance.ref_softcap,
+        None if distance.softcap is None else float(distance.softcap),
+        None if distance.ref_softcap is None else float(distance.ref_softcap),
         weights,
         found,
         float(distance.beta),

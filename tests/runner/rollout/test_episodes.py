@@ -281,16 +281,19 @@ class Eager(Scripted):
 def test_a_late_environment_is_closed_once_when_its_call_has_returned(slow: Any) -> None:
     with pytest.raises(EpisodeError):
         run("Slow", sampling=replace(SAMPLING, n=1), timeout_seconds=0.2)
-    assert slow.log == ["step 2"]  # of the second: one was made to see its tools
+    assert slow.closed.acquire(blocking=False)  # of the first, which was made to see its tools
+    assert slow.log == ["closed 1", "step 2"]
     slow.going.set()
     assert slow.closed.acquire(timeout=30)
-    assert slow.log == ["step 2", "stepped 2", "closed 2"]
+    assert slow.log == ["closed 1", "step 2", "stepped 2", "closed 2"]
 
 
 def test_an_engine_that_fails_closes_environments_behind_their_calls(slow: Any) -> None:
     tokenizer = chat_tokenizer()
     runner = EpisodeRunner(config_of("Slow", concurrency=1), tokenizer)
-    made = slow.made  # one was made to see its tools
+    made = slow.made  # one was made to see its tools, and closed
+    assert slow.closed.acquire(blocking=False)
+    slow.log.clear()
     with pytest.raises(IndexError):
         runner(Eager(tokenizer, [spell(tokenizer, "a")]), [prompt_of(tokenizer)], [SAMPLING], DEFAULT_OPTIONS)
     assert slow.closed.acquire(timeout=30)  # of the second episode, whose turn failed
@@ -316,13 +319,13 @@ def test_counts_of_an_environment_are_numbers() -> None:
 
 def test_environments_that_misbehave_are_counted_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(talkers.Failing, "made", 0)
-    many = replace(SAMPLING, n=28)
+    many = replace(SAMPLING, n=36)
     found, _, runner = run("Failing", sampling=many, max_failed=0.25, timeout_seconds=0.5)
-    assert len(found) == 21
+    assert len(found) == 27
     assert all(one.environment_reward == 1.75 for one in found)
     counts = runner.take_counts()
-    assert (counts["episodes"], counts["failed"], counts["failed_raised"], counts["failed_late"]) == (28, 7, 1, 1)
-    assert (counts["failed_invalid"], counts["failed_too_long"]) == (4, 1)
+    assert (counts["episodes"], counts["failed"], counts["failed_raised"], counts["failed_late"]) == (36, 9, 1, 1)
+    assert (counts["failed_invalid"], counts["failed_too_long"]) == (6, 1)
     assert len(runner.take_warnings()) == 1
     monkeypatch.setattr(talkers.Failing, "made", 0)
     with pytest.raises(EpisodeError, match=r"env\.max_failed"):

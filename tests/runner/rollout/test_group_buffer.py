@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.errors import RunError
 from dapo_runner.logging.metrics import sampling_metrics
 from dapo_runner.rollout.group_buffer import (
     GroupBuffer,
@@ -382,3 +383,13 @@ def test_saved_groups_have_their_rewards_masks_and_rows() -> None:
     assert read.samples[0].parts == {"a": 0.5}
     (sequence,) = make_sequences([read], make_config().advantage)
     assert sequence.mask.tolist() == [False] * len(prompt.token_ids) + mask.tolist()
+
+
+def test_groups_of_a_version_with_fewer_fields_are_refused() -> None:
+    """A saved response of an older version loads without the fields that it did not have."""
+    buffer, group = GroupBuffer(make_config()), make_group("RW")
+    state = {"steps": 0, "accepted": 0, "tried": 0, "generated": 0, "buffer": [group], "waiting": []}
+    buffer.load_state_dict(state, {})
+    object.__delattr__(group.samples[1].completion, "experts")
+    with pytest.raises(RunError):
+        buffer.load_state_dict(state, {})
