@@ -13,8 +13,10 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import Output
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack
-from dapo_runner.config import Config, parse_config
+from dapo_runner.config import Config, TinyModelConfig, parse_config
 from dapo_runner.types import Completion, Group, PackedBatch, Prompt, Sample, Sequence, TruncatedSupport, Verdict
+
+TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 
 
 def make_config(**sections: Any) -> Config:

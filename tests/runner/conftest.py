@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import save_model
+from builders import TINY, save_model
 from fake_server import FakeServer
 
-from dapo_runner.config import ModelConfig, TinyModelConfig
+from dapo_runner.config import ModelConfig
 from dapo_runner.logging.run_log import RunLog
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from docs.glossary import is_documented
-
-TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import save_model, write_rows
-from conftest import TINY
+from builders import TINY, save_model, write_rows
 from small import small_recipe
 
 from dapo_runner.cli import main

@@ -233,7 +233,7 @@ def test_with_all_of_it_a_run_that_stopped_on_the_way_is_the_same_run(
 
 def test_a_curriculum_may_not_change_in_a_run_a_schedule_may(folder: Path) -> None:
     first = train(config_in(folder, run={"steps": 2}), Notes())
-    with refused("sampler.curriculum"):
+    with refused("sampler.curriculum.by"):
         train(config_in(folder, run={"steps": 3}, sampler=CHOSEN["sampler"]), Notes())
     train(config_in(folder, run={"steps": 3}, optimizer={"schedule": "linear"}), Notes())
     fork = {"name": "fork", "from": f"{first}@2", "steps": 3}

@@ -238,7 +238,7 @@ def test_the_snippets_of_the_page_run_and_its_table_is_the_measured_one(capsys: 
             parse_config(lay_over(SMALL, yaml.safe_load(snippet)))
         elif snippet.startswith("dapo"):
             assert main(shlex.split(snippet)[1:]) == 0
-    assert kinds == {"yaml": 8, "": 2}
+    assert kinds == {"yaml": 8, "": 1}
     assert "model.dtype=bfloat16" in capsys.readouterr().out
     (path,) = re.findall(r"\]\(\.\./(benchmarks/results/mismatch-\S+?)\)", page)
     rows = [line for line in (ROOT / path).read_text(encoding="utf-8").splitlines() if line.startswith("|")]

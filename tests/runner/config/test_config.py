@@ -175,7 +175,7 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         ("optimizer.lr", ["expected key=value"]),
         ("=3", ["expected key=value"]),
         ("--optimizer.lr", ["optimizer.lr", "expected key=value"]),
-        ("run.name=[1", ["run.name", "not a YAML value"]),
+        ("run.name=[1", ["run.name"]),
     ],
 )
 def test_mistakes_are_named(recipe: Path, override: str, parts: list[str]) -> None:

@@ -272,7 +272,7 @@ def test_vllm_in_this_process_has_nan_for_a_log_prob_that_is_none() -> None:
 
     engine = object.__new__(VLLMEngine)
     engine.llm, engine.tokenizer, engine.stop_ids = Answered(), make_tokenizer(), [1]
-    engine._asleep, engine._adapter = False, None
+    engine._asleep, engine._adapter, engine._layers = False, None, None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VLLMEngine, "_sampling_params", lambda *_: None)
         ((found,),) = engine.generate([Prompt("p", (3, 4), "", "")], SamplingParams(n=1, max_tokens=3))

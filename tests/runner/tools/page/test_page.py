@@ -101,7 +101,7 @@ def test_mistakes_are_one_line(
     run = str(write_run(tmp_path, "a"))
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     for arguments, message in (
-        (["report", run, run], "--html: "),
+        (["report", run, run], "--html"),
         (["report", run, str(tmp_path), "--html"], f"{tmp_path / 'metrics.jsonl'}: expected the metrics of a run"),
         (["report", run, "--html"], "requires plotly. pip install 'dapo-kernels[html]'"),
         (["watch", run], "requires plotly. pip install 'dapo-kernels[html]'"),
