@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launch import torchrun
 from refusals import refused
 
-from dapo_runner.config import Config, ConfigError
+from dapo_runner.config import Config
 from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, Layout, make_layout
 
@@ -92,16 +92,12 @@ def test_layouts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"gpus": 8}, "parallel.gpus: .*8 .*4"),
-        ({"replicate": 3}, "parallel.replicate: .*4, .*3"),
-        ({"sequence": 3}, "parallel.sequence: .*4, .*3"),
-        ({"rollout_tensor": 4}, "parallel.rollout_tensor: .*2, .*4"),
-    ],
+    "parallel",
+    [{"gpus": 8}, {"replicate": 3}, {"sequence": 3}, {"rollout_tensor": 4}],
+    ids=lambda parallel: next(iter(parallel)),
 )
-def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int]) -> None:
+    with refused(f"parallel.{next(iter(parallel))}"):
         make_layout(config(**parallel), 4, 2)
 
 
