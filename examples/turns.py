@@ -44,7 +44,7 @@ def calculator_turns(question: str, answer: str, rng: random.Random) -> list[str
 
 
 class Guess:
-    """A number from 1 to 15 that the policy guesses. The answer to a guess is `+` if the number is higher, `-` if lower.
+    """A number from 1 to 15 that the policy guesses. A guess is answered by `+` if the number is higher, else by `-`.
 
     Four guesses are always enough for who halves what is left. They earn 1, fewer earn more and more earn less.
     """
