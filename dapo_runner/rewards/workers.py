@@ -41,7 +41,7 @@ ROOM_SECONDS = 100.0  # how long to wait until the container can start another p
 START_SECONDS = 120.0  # for a rule's process to import its packages
 PACKAGES = {"math": "math_verify", "json": "jsonschema", "fuzzy": "rapidfuzz", "reasoning_gym": "reasoning_gym"}
 _RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py", "code_worker.py"))
-_CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
+CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
 # It has none of this process's variables, which may hold keys. Hashes of strings are the same in every run.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -186,9 +186,9 @@ class CodeRule(WorkerRule):
     as passing.
     """
 
-    def __init__(self, workers: int, deadline: float, memory_mb: int) -> None:
+    def __init__(self, workers: int, deadline: float, memory_mb: int, command: tuple[str, ...] = CODE_COMMAND) -> None:
         super().__init__(workers, deadline)
-        self.memory_mb = memory_mb
+        self.memory_mb, self.command = memory_mb, command
 
     def judge_one(self, text: str, answer: str) -> Verdict:
         program, tests = (_FENCED.findall(text) or [text])[-1], read_tests(answer)
@@ -209,7 +209,7 @@ class CodeRule(WorkerRule):
     def _run(self, **request: str) -> tuple[str, int]:
         """Return a program's standard output and exit code. Raises WorkerError."""
         limits = {"memory": self.memory_mb * 10**6, "seconds": self.deadline, "readable": _readable()}
-        worker = Worker((*_sandbox(), *_CODE_COMMAND), _ENVIRONMENT)
+        worker = Worker((*_sandbox(), *self.command), _ENVIRONMENT)
         try:
             worker.send(request | limits, end=True)
             written = worker.read(self.deadline)
@@ -219,9 +219,9 @@ class CodeRule(WorkerRule):
 
 
 @cache
-def open_code(workers: int, deadline: float, memory_mb: int) -> CodeRule:
+def open_code(workers: int, deadline: float, memory_mb: int, command: tuple[str, ...] = CODE_COMMAND) -> CodeRule:
     """Return the `code` rule of this process. Raises ConfigError if programs cannot be confined."""
-    rule, environment = CodeRule(workers, deadline, memory_mb), Path(f"/proc/{os.getpid()}/environ")
+    rule, environment = CodeRule(workers, deadline, memory_mb, command), Path(f"/proc/{os.getpid()}/environ")
     digest = hashlib.sha256(environment.read_bytes()).hexdigest()
     test = (  # in another namespace this process id means another process
         f"import hashlib\ntry: seen = hashlib.sha256(open('{environment}', 'rb').read()).hexdigest()\n"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +21,10 @@ from hypothesis import strategies as st
 from dapo_runner.config import ConfigError
 from dapo_runner.config.reward import RULES
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.types import Verdict
 
-PATIENT = 30.0
+PATIENT = 60.0
+TASK = {"name": "countdown", "config": {"seed": 0, "size": 1}, "index": 0}
 SCHEMA = {
     "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
     "properties": {
@@ -37,6 +43,7 @@ ANSWERS = {
     "code": "assert f(1) == 2",
     "choice": "B",
     "math": r"\frac{1}{2}",
+    "reasoning_gym": "7",
 }
 PIECES = [
     *("Answer: ", "answer is ", "#### ", r"\boxed{", "}", "{", "$", r"\$", "\n", " ", "B", "(B)", "1,2,3", "a = b = "),
@@ -53,6 +60,10 @@ PIECES = [
     *('{"count": ' + "3" * 4000 + "}", '{"name": "\\ud800"}', '{"x": "\\ud800"}', '"\\udc00"'),
     *("def f(x): return x + 1\n", "raise KeyboardInterrupt\n", "import sys\nsys.exit(0)\n"),
 ]
+HOSTILE = [  # repeated to 100 kB: anything worse than linear in it takes seconds
+    *("{", r"\boxed{", "Answer: ", "Answer:", "answer ", " ", "\n", "$", r"\text{", "1,", "-", "- ", "#", "9", "1 "),
+    *("frac", "(", "[", "A", "a", "²", "1/", '"', '{"a":'),
+]
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, 1e308, 1.5])
 NAMES = st.sampled_from(["price", "count", "name", "tree", "set", "x", "\ud800", "y" * 50])
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=6).map("".join)
@@ -61,48 +72,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=12,
 ).map(json.dumps)
-SLOW = ("code", "math")  # a process for each text
-FAST = [rule for rule in RULES if rule not in ("judge", *SLOW)]
-
-
-@cache
-def scorer(rule: str) -> Scorer:
-    deadlines = {"deadline": PATIENT, "memory_mb": 512}
-    overlong = {"soft_punishment": False}
-    try:
-        return Scorer(make_config(reward={"kind": rule, "overlong": overlong, **deadlines}))
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
-def judge(rule: str, text: str) -> None:
-    """By the way a run takes."""
-    prompt = make_prompt(answer=ANSWERS.get(rule, "7"))
-    completions = [[make_completion(text=text)]]
-    (group,) = scorer(rule)([prompt], completions)
-    (sample,) = group.samples
-    assert math.isfinite(sample.reward)
-    verdict = sample.verdict
-    if verdict.extracted is not None and rule == "json":
-        verdict.extracted.encode()
-    json.dumps([verdict.correct, verdict.extracted, verdict.rule, verdict.value], allow_nan=False)
-
-
-@pytest.mark.parametrize("rule", FAST)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=True)
-@given(TEXTS | JSON)
-@example('{"price": 1e999}')
-@example('{"price": ' + "7" * 400 + "}")
-@example('{"name": "\\ud800"}')
-def test_no_answer_ends_a_run(rule: str, text: str) -> None:
-    judge(rule, text)
-
-
-@pytest.mark.parametrize("rule", SLOW)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=True)
-@given(TEXTS)
-def test_no_answer_ends_a_run_of_a_slow_rule(rule: str, text: str) -> None:
-    judge(rule, text)
+EXAMPLES = {"code": 10, "math": 25, "reasoning_gym": 10, "judge": 60}  # a process or a request for each text
+STRINGS = ("dapo", "gsm8k", "integer", "choice", "exact", "fuzzy")  # rules that judge in this process
+BOUNDS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def fussy(body: dict[str, Any]) -> Any:
@@ -113,20 +85,82 @@ def fussy(body: dict[str, Any]) -> Any:
     return says("", YES=1.0) if "B" in text else says(text, **{text: 0.5, "YES": 0.3, "NO": 0.0001})
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=True)
-@given(text=TEXTS | JSON, votes=st.sampled_from([0, 2]))
-def test_no_answer_ends_a_run_of_a_judge(text: str, votes: int) -> None:
-    with FakeAPI(fussy) as api:
-        section = {"url": api.url, "model": "m", "shows": "response", "votes": votes}
-        reward = {"kind": "judge", "judge": section, "calls": {"retries": 0}, "overlong": {"soft_punishment": False}}
-        (group,) = Scorer(make_config(reward=reward))([make_prompt()], [[make_completion(text=text)]])
-    assert group.samples[0].verdict.rule in ("judge", "unclear", "none")
-    assert math.isfinite(group.samples[0].reward)
+@pytest.fixture(scope="module")
+def sections() -> Iterator[dict[str, dict[str, Any]]]:
+    """The settings of each rule that needs some. Of a judge by its first token and by votes."""
+    with ExitStack() as stack:
+        api = stack.enter_context(FakeAPI(fussy))
+        judge = {"url": api.url, "model": "m", "shows": "response"}
+        yield {
+            "judge": {"reward": {"judge": judge}},
+            "votes": {"reward": {"kind": "judge", "judge": {**judge, "votes": 2}}},
+            "reasoning_gym": {"data": {"format": "auto", "reasoning_gym": [{"name": "countdown"}]}},
+        }
 
 
-@pytest.mark.parametrize("rule", FAST)
-def test_no_piece_repeated_takes_long(rule: str) -> None:
-    for piece in PIECES:
+@cache
+def make_scorer(settings: str) -> Scorer:
+    try:
+        return Scorer(make_config(**json.loads(settings)))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def judge(rule: str, text: str, sections: dict[str, dict[str, Any]], answer: str = "7") -> Verdict:
+    """Judge by the way a run takes."""
+    raw = dict(sections.get(rule, {}))
+    common = {"deadline": PATIENT, "memory_mb": 512, "calls": {"retries": 0}, "overlong": {"soft_punishment": False}}
+    raw["reward"] = {"kind": rule, **raw.get("reward", {}), **common}
+    prompt = replace(make_prompt(answer=ANSWERS.get(rule, answer)), row={"task": json.dumps(TASK)})
+    (group,) = make_scorer(json.dumps(raw))([prompt], [[make_completion(text=text)]])
+    (sample,) = group.samples
+    assert math.isfinite(sample.reward)
+    return sample.verdict
+
+
+@pytest.mark.parametrize("rule", [*RULES, "votes"])
+def test_no_answer_ends_a_run(rule: str, sections: dict[str, dict[str, Any]]) -> None:
+    @settings(max_examples=EXAMPLES.get(rule, 100), suppress_health_check=BOUNDS, derandomize=True, database=None)
+    @given(TEXTS | JSON)
+    @example("")
+    @example('{"price": 1e999}')
+    @example('{"price": ' + "7" * 400 + "}")
+    @example('{"name": "\\ud800"}')
+    def check(text: str) -> None:
+        verdict = judge(rule, text, sections)
+        if rule == "json" and verdict.extracted is not None:
+            verdict.extracted.encode()
+        json.dumps([verdict.correct, verdict.extracted, verdict.rule, verdict.value], allow_nan=False)
+
+    check()
+
+
+@pytest.mark.parametrize("rule", STRINGS)
+def test_nothing_is_correct_without_an_answer(rule: str) -> None:
+    @given(TEXTS, st.sampled_from(["", " ", ".", "\n", "-"]) | st.text(max_size=20))
+    @settings(max_examples=50, database=None)
+    def check(text: str, answer: str) -> None:
+        verdict = judge(rule, text, {}, answer)
+        assert verdict.extracted is not None or not verdict.correct
+
+    check()
+
+
+@pytest.mark.parametrize("rule", [*STRINGS, "json"])
+def test_no_piece_repeated_takes_long(rule: str, sections: dict[str, dict[str, Any]]) -> None:
+    judge(rule, "", sections)
+    for piece in [*PIECES, *HOSTILE]:
         start = time.process_time()
-        judge(rule, "Answer: " + piece * 20)
+        repeated = piece * (100_000 // len(piece))
+        for opening in ("", "Answer", "Answer: ", "#### "):
+            judge(rule, opening + repeated, sections)
         assert time.process_time() - start < 5, piece[:20]
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "judge"])
+def test_no_answer_is_evaluated(rule: str, tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
+    flag = tmp_path / "flag"
+    for bomb in (f"__import__('pathlib').Path({str(flag)!r}).touch()", f"$__import__('os').system('touch {flag}')$"):
+        judge(rule, f"\\boxed{{{bomb}}}\nAnswer: {bomb}\n#### {bomb}", sections, bomb)
+        judge(rule, bomb, sections, bomb)
+    assert not flag.exists()

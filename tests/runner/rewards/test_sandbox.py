@@ -1,27 +1,154 @@
-"""Attacks from inside a graded program: none succeeds, none is judged correct, and the grader goes on."""
+"""Programs that a model wrote: which pass their tests, and that no attack from inside one succeeds or scores."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_completion, make_config, make_prompt
+from forks import CONTEXT
 from refusals import refused
 
 from dapo_runner.config import ConfigError
 from dapo_runner.rewards import workers
+from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rewards.workers import CodeRule, open_code
 from dapo_runner.types import Verdict
 
-CONFIG = (2, 60.0, 512)
+SETTINGS = (2, 60.0, 512)
 HONEST = "def f(x): return x + 1"
-TESTS = json.dumps(["assert f(1) == 2"])
+TESTS = json.dumps(["assert f(1) == 2", "assert f(5) == 6"])
+SUMS = json.dumps({"inputs": ["1 2\n", ["3 4", ""]], "outputs": ["3\n", "7"]})
+CORRECT, INCORRECT = Verdict(True, None, "code"), Verdict(False, None, "code")
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "alone"])
+def judge(request: pytest.FixtureRequest) -> Iterator[CodeRule]:
+    """With all that this machine has, and with Landlock and seccomp alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "alone":
+            patch.setenv("PATH", "")
+        workers._sandbox.cache_clear()
+        if not workers._sandbox() and request.param == "bubblewrap":
+            pytest.skip("no bubblewrap here, or no namespaces for it")
+    open_code.cache_clear()
+    try:
+        yield open_code(*SETTINGS)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    finally:
+        workers._sandbox.cache_clear()
+        open_code.cache_clear()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that are started, each of which has a session of its own."""
+    start, found = subprocess.Popen, list[int]()
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        process = start(*arguments, **options)
+        found.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return found
+
+
+def processes_with(field: str, number: int) -> list[str]:
+    """The status of each process of this machine with a number in a field of it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has ended
+            status = path.read_text()
+            found += [status] if re.search(rf"^{field}:\t{number}\b", status, re.MULTILINE) else []
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def is_gone(sessions: Iterable[int]) -> bool:
+    return not any(processes_with("NSsid", session) for session in sessions)
+
+
+PROGRAMS = [
+    (HONEST, TESTS, True),
+    (f"Sure:\n```python\n{HONEST}\n```\nDone.", TESTS, True),
+    (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
+    ("def f(x): return x", TESTS, False),
+    ("def f(x: return", TESTS, False),
+    (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\ndef f(x): return x + A().x",
+        TESTS,
+        True,
+    ),
+    ("import numpy as np\ndef f(x): return int(np.array([x, 1]).sum())", TESTS, True),
+    (
+        "import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()\n"
+        "def f(x): return x + r[0]",
+        TESTS,
+        True,
+    ),
+    (f"print('x' * 10**6)\n{HONEST}", TESTS, True),
+    (HONEST, "assert f(1) == 2\nassert f(5) == 6", True),
+    (HONEST, "{x for x in [f(1)]} == {2}", True),
+    ("import sys", "{x for x in [f(1)]} == {2}", False),
+    ("a, b = map(int, input().split())\nprint(a + b)", SUMS, True),
+    ("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')\nsys.exit(0)", SUMS, True),
+    ("if __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))", SUMS, True),
+    ("print(3)", SUMS, False),
+    ("print(3); 1 / 0", SUMS, False),
+    ("", SUMS, False),
+]
+
+
+def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> None:
+    programs, tests, expected = zip(*PROGRAMS, strict=True)
+    verdicts = judge.judge_texts(programs, tests)
+    assert [verdict.correct for verdict in verdicts] == list(expected)
+    assert {verdict.rule for verdict in verdicts} == {"code", "crash"}  # one that ends with an error has crashed
+
+
+def test_each_response_of_a_group_is_judged_by_the_tests_of_its_prompt(judge: CodeRule) -> None:
+    config = make_config(reward={"kind": "code", "deadline": 60.0, "overlong": {"soft_punishment": False}})
+    prompts = [make_prompt("p", answer=TESTS), make_prompt("q", answer="assert f(0) == 0")]
+    completions = [make_completion(text=HONEST), make_completion(text="def f(x): return x")]
+    groups = Scorer(config)(prompts, [completions, completions])
+    assert [[sample.reward for sample in group.samples] for group in groups] == [[1.0, -1.0], [-1.0, 1.0]]
+
+
+# Attacks
+
+# System calls that are refused whatever they are given, with their numbers on x86-64.
+FORBIDDEN = """
+kill 62 tkill 200 tgkill 234 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 pidfd_open 434 pidfd_send_signal 424
+pidfd_getfd 438 timer_create 222 setpgid 109 setsid 112 setuid 105 setgid 106 ptrace 101 process_vm_readv 310
+process_vm_writev 311 process_madvise 440 kcmp 312 setpriority 141 sched_setaffinity 203 sched_setscheduler 144
+fork 57 vfork 58 clone 56 clone3 435 execve 59 execveat 322 unshare 272 setns 308 prctl 157 seccomp 317
+socket 41 connect 42 bind 49 socketpair 53 sendmsg 46 io_uring_setup 425 io_uring_enter 426 io_setup 206
+bpf 321 perf_event_open 298 userfaultfd 323 keyctl 250 add_key 248 shmget 29 msgsnd 69 mq_open 240 memfd_create 319
+mlock 149 mlockall 151 reboot 169 mount 165 umount2 166 chroot 161 pivot_root 155 sethostname 170 setrlimit 160
+init_module 175 kexec_load 246 swapon 167 iopl 172 ioctl 16 inotify_init 253 inotify_init1 294 fanotify_init 300
+creat 85 openat2 437 open_by_handle_at 304 truncate 76 ftruncate 77 link 86 linkat 265 symlink 88 symlinkat 266
+unlink 87 unlinkat 263 rename 82 renameat 264 renameat2 316 mkdir 83 mkdirat 258 rmdir 84 mknod 133 chmod 90
+fchmod 91 fchmodat 268 chown 92 utime 132 utimensat 280 setxattr 188 flock 73 sendfile 40 splice 275 chdir 80
+"""
 CALL = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -30,22 +157,110 @@ def call(*arguments):
     if result < 0 and ctypes.get_errno() in (1, 38):  # refused as such, and not for what it was given
         raise OSError(ctypes.get_errno(), arguments[0])
 """
-
-
-@pytest.fixture(scope="module", params=["bubblewrap", "alone"])
-def judge(request: pytest.FixtureRequest) -> Iterator[CodeRule]:
-    """With all that this machine has, and with Landlock and seccomp alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "alone":
-            patch.setattr(workers, "_sandbox", lambda: ())
-        elif not workers._sandbox():
-            pytest.skip("no bubblewrap here, or no namespaces for it")
-        open_code.cache_clear()
-        try:
-            yield open_code(*CONFIG)
-        except ConfigError as error:
-            pytest.skip(str(error))
-        open_code.cache_clear()
+OWNED = """
+import fcntl, os
+r, w = os.pipe()
+fcntl.fcntl(r, {own}, {target})
+fcntl.fcntl(r, 10, 9)  # F_SETSIG
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+os.write(w, b'x')
+"""
+ENVIRONMENTS = """
+import glob
+def read(path):
+    try: return open(path, 'rb').read()
+    except OSError: return b''
+assert any(b's3cret' in read(path) for path in glob.glob('/proc/[0-9]*/environ'))
+"""
+SIGNALS = {
+    "F_SETOWN of a process": OWNED.format(own=8, target="{pid}"),
+    "F_SETOWN of a group": OWNED.format(own=8, target="-{pid}"),
+    "F_SETOWN_EX": OWNED.format(own=15, target="__import__('struct').pack('ii', 1, {pid})"),
+    "F_SETOWN alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, os.getpid())",
+    "F_SETSIG alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
+    "O_ASYNC": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
+    "O_ASYNC of a file": "import os\nos.open('/usr/bin/env', os.O_RDONLY | os.O_ASYNC)",
+    "a command with high bits": CALL + "r, w = os.pipe()\ncall(72, r, 8 | 1 << 40, {pid})",
+    "a lease": "import fcntl\nfcntl.fcntl(open('/usr/bin/env'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "F_NOTIFY": "import fcntl, os\nfcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)",
+    "kill": "import os\nos.kill({pid}, 9)",
+    "abort of another": CALL + "call(234, {pid}, {pid}, 6)",
+}
+PROCESSES = {
+    "limits of another": "import resource\nresource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))",
+    "environment": "assert b's3cret' in open('/proc/{pid}/environ', 'rb').read()",
+    "environment of the grader": "open('/proc/{grader}/environ').read(1) or 1 / 0",
+    "environment of any": ENVIRONMENTS,
+    "a variable of the grader": "import os\nassert os.environ['KEY']",
+    "command lines": "assert b'sleep' in open('/proc/{pid}/cmdline', 'rb').read()",
+    "memory of another": "open('/proc/{pid}/mem', 'rb')",
+    "files of another": "import os\nos.listdir('/proc/{pid}/fd')",
+    "run": "import subprocess\nsubprocess.run(['true'])",
+    "clone": CALL + "call(56, 17, 0, 0, 0, 0)",
+    "a thread in a namespace": CALL + "call(56, 0x50f00 | 0x20000, 0, 0, 0, 0)",
+}
+FILES = {
+    "a key": "open({file!r}).read()",
+    "a key by another way": "open('/proc/self/root' + {file!r}).read()",
+    "the root": "import os\nos.listdir('/')\nassert os.path.exists('/etc/shadow') and open('/etc/shadow').read()",
+    "passwd": "open('/etc/passwd').read()",
+    "memory of the machine": "open('/proc/kcore', 'rb').read(1)",
+    "write": "open({file!r}, 'w').write('x')",
+    "append": "open({file!r}, 'r+b').write(b'x')",
+    "create": "open({file!r} + 'x', 'x')",
+    "create in /tmp": "open('/tmp/dapo-attack', 'w')",
+    "unnamed": "import os\nos.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
+    "write to a device": "open('/dev/null', 'wb')",
+    "lock": "import fcntl\nfcntl.lockf(open('/usr/bin/env'), fcntl.LOCK_SH)",
+}
+RESOURCES = {
+    "poisoned pages": CALL + "call(28, 4096, 4096, 100)",
+    "larger pipes": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 2**20)",
+    "many files": "import os\nfds = [os.pipe() for _ in range(99)]",
+    "memory": "x = bytearray(2**30)",
+    "mapped memory": "import mmap\nx = [mmap.mmap(-1, 2**27) for _ in range(9)]",
+    "more memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+}
+SYSTEM_CALLS = {
+    name: f"{CALL}call({number}, 0, 0, 0, 0, 0, 0)"
+    for name, number in zip(FORBIDDEN.split()[::2], FORBIDDEN.split()[1::2], strict=True)
+}
+ENDING = {  # their process ends by them
+    "32-bit kill": """
+import ctypes, mmap
+code = b'\\x53\\xb8\\x25\\0\\0\\0\\xbb' + ({pid}).to_bytes(4, 'little') + b'\\xb9\\x09\\0\\0\\0\\xcd\\x80\\x5b\\xc3'
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(code)
+assert ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))() == 0
+""",
+    "x32": CALL + "call(0x40000000 + 39)",
+    "leave": "import sys\nsys.exit(0)",
+    "leave at once": "import os\nos._exit(0)",
+    "pretend": "import os\nfor fd in range(3, 9):\n try: os.write(fd, b'passed')\n except OSError: 0\nos._exit(0)",
+    "more and more": "x = []\nwhile True: x.append(bytearray(2**20))",
+    "abort": "import os\nos.abort()",
+}
+ATTACKS = {
+    "signals": SIGNALS,
+    "processes": PROCESSES,
+    "files": FILES,
+    "resources": RESOURCES,
+    "system calls": SYSTEM_CALLS,
+    "ending": ENDING,
+}
+TOGETHER = """
+import os
+def is_open(fd):
+    try: return bool(os.fstat(fd))
+    except OSError: return False
+own, accepted = set(filter(is_open, range(64))), []
+for name, text in {attacks!r}.items():
+    try:
+        exec(text, {{}})
+        accepted.append(name)
+    except BaseException: pass
+    for fd in set(filter(is_open, range(64))) - own: os.close(fd)
+"""
 
 
 @pytest.fixture
@@ -56,230 +271,68 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-# By numbers of x86-64, where a call has no function of Python's.
-OWNED = """
-import fcntl, os
-r, w = os.pipe()
-fcntl.fcntl(r, {own}, {target})
-fcntl.fcntl(r, 10, 9)  # F_SETSIG
-fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-os.write(w, b'x')
-"""
-SIGNALS = {
-    "F_SETOWN of a process": OWNED.format(own=8, target="{pid}"),
-    "F_SETOWN of a group": OWNED.format(own=8, target="-{pid}"),
-    "F_SETOWN_EX": OWNED.format(own=15, target="__import__('struct').pack('ii', 1, {pid})"),
-    "F_SETOWN alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, os.getpid())",
-    "F_SETSIG alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
-    "O_ASYNC": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
-    "a command with high bits": CALL + "r, w = os.pipe()\ncall(72, r, 8 | 1 << 40, {pid})",
-    "FIOASYNC": "import fcntl, os, struct\nfcntl.ioctl(os.pipe()[0], 0x5452, struct.pack('i', 1))",
-    "FIOSETOWN": "import fcntl, os, struct\nfcntl.ioctl(os.pipe()[0], 0x8901, struct.pack('i', {pid}))",
-    "a lease": "import fcntl\nfcntl.fcntl(open('/usr/bin/env'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
-    "F_NOTIFY": "import fcntl, os\nfcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)",
-    "kill": "import os\nos.kill({pid}, 9)",
-    "killpg": "import os\nos.killpg({pid}, 9)",
-    "kill everything of a group": "import os\nos.kill(0, 9)",
-    "tgkill": CALL + "call(234, {pid}, {pid}, 9)",
-    "tkill": CALL + "call(200, {pid}, 9)",
-    "rt_sigqueueinfo": CALL + "call(129, {pid}, 9, 0)",
-    "pidfd_open": "import os\nos.pidfd_open({pid})",
-    "pidfd_send_signal": CALL + "call(424, 0, 9, 0, 0)",
-    "pidfd_getfd": CALL + "call(438, 0, 1, 0)",
-    "setpgid": "import os\nos.setpgid(0, {pid})",
-    "timer_create": CALL + "call(222, 0, 0, 0)",
-    "32-bit kill": """
-import ctypes, mmap
-code = b'\\x53\\xb8\\x25\\0\\0\\0\\xbb' + ({pid}).to_bytes(4, 'little') + b'\\xb9\\x09\\0\\0\\0\\xcd\\x80\\x5b\\xc3'
-page = mmap.mmap(-1, 4096, prot=7)
-page.write(code)
-assert ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))() == 0
-""",
-}
-PROCESSES = {
-    "ptrace": CALL + "call(101, 16, {pid}, 0, 0)",
-    "process_vm_readv": CALL + "call(310, {pid}, 0, 0, 0, 0, 0)",
-    "process_vm_writev": CALL + "call(311, {pid}, 0, 0, 0, 0, 0)",
-    "process_madvise": CALL + "call(440, 0, 0, 0, 0, 0)",
-    "kcmp": CALL + "call(312, {pid}, {pid}, 0, 0, 0)",
-    "prlimit": "import resource\nresource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))",
-    "setpriority": "import os\nos.setpriority(os.PRIO_PROCESS, {pid}, 19)",
-    "sched_setaffinity": "import os\nos.sched_setaffinity({pid}, {{0}})",
-    "environment": "assert b's3cret' in open('/proc/{pid}/environ', 'rb').read()",
-    "environment of the grader": "open('/proc/{grader}/environ').read(1) or 1 / 0",
-    "environment of any": """
-import glob
-def read(path):
-    try: return open(path, 'rb').read()
-    except OSError: return b''
-assert any(b's3cret' in read(path) for path in glob.glob('/proc/[0-9]*/environ'))
-""",
-    "command lines": "assert b'sleep' in open('/proc/{pid}/cmdline', 'rb').read()",
-    "memory of another": "open('/proc/{pid}/mem', 'rb')",
-    "files of another": "import os\nos.listdir('/proc/{pid}/fd')",
-    "fork": "import os\nos.fork()",
-    "vfork": CALL + "call(58)",
-    "clone": CALL + "call(56, 17, 0, 0, 0, 0)",
-    "clone into a namespace": CALL + "call(56, 0x50f00 | 0x20000, 0, 0, 0, 0)",
-    "clone3": CALL + "call(435, 0, 88)",
-    "execve": "import os\nos.execv('/usr/bin/env', ['env'])",
-}
-FILES = {
-    "a key": "open({file!r}).read()",
-    "a key by another way": "open('/proc/self/root' + {file!r}).read()",
-    "the root": "import os\nos.listdir('/')\nassert os.path.exists('/etc/shadow') and open('/etc/shadow').read()",
-    "passwd": "open('/etc/passwd').read()",
-    "write": "open({file!r}, 'w').write('x')",
-    "append": "open({file!r}, 'r+b').write(b'x')",
-    "create": "open({file!r} + 'x', 'x')",
-    "create in /tmp": "open('/tmp/dapo-attack', 'w')",
-    "unnamed": "import os\nos.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
-    "openat2": CALL + "call(437, -100, 0, 0, 24)",
-    "open_by_handle_at": CALL + "call(304, -100, 0, 0)",
-    "truncate": "import os\nos.truncate({file!r}, 0)",
-    "link": "import os\nos.link({file!r}, {file!r} + 'x')",
-    "symlink": "import os\nos.symlink({file!r}, {file!r} + 'x')",
-    "chmod": "import os\nos.chmod({file!r}, 0o777)",
-    "utime": "import os\nos.utime({file!r})",
-    "xattr": "import os\nos.setxattr({file!r}, 'user.x', b'x')",
-    "flock": "import fcntl\nfcntl.flock(open('/usr/bin/env'), fcntl.LOCK_EX)",
-    "lock": "import fcntl\nfcntl.lockf(open('/usr/bin/env'), fcntl.LOCK_SH)",
-    "mount": CALL + "call(165, 0, 0, 0, 0, 0)",
-    "chroot": "import os\nos.chroot('/usr')",
-    "memory of the machine": "open('/proc/kcore', 'rb').read(1)",
-    "inotify": CALL + "call(253)",
-}
-KERNEL = {
-    "socket": "import socket\nsocket.socket()",
-    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)",
-    "netlink": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
-    "socketpair": "import socket\nsocket.socketpair()",
-    "io_uring_setup": CALL + "call(425, 8, 0)",
-    "io_uring_enter": CALL + "call(426, 0, 1, 0, 0, 0)",
-    "bpf": CALL + "call(321, 0, 0, 0)",
-    "perf_event_open": CALL + "call(298, 0, 0, -1, -1, 0)",
-    "userfaultfd": CALL + "call(323, 1)",
-    "keyctl": CALL + "call(250, 0, -3, 0)",
-    "prctl": CALL + "call(157, 4, 0, 0, 0, 0)",
-    "prctl to outlive its parent": CALL + "call(157, 1, 0, 0, 0, 0)",
-    "another filter": CALL + "call(317, 1, 0, 0)",
-    "unshare": CALL + "call(272, 0x10000000)",
-    "setns": CALL + "call(308, 0, 0)",
-    "setuid": "import os\nos.setuid(1)",
-    "setsid": "import os\nos.setsid()",
-    "poisoned pages": CALL + "call(28, 4096, 4096, 100)",
-    "shared memory": CALL + "call(29, 1, 4096, 0o1777)",
-    "message queue": CALL + "call(240, 0, 0x42, 0o600, 0)",
-    "memfd_create": "import os\nos.memfd_create('x')",
-    "mlock": CALL + "call(151, 3)",
-    "larger pipes": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 2**20)",
-    "many files": "import os\nfds = [os.pipe() for _ in range(99)]",
-    "limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "memory": "x = bytearray(2**30)",
-    "mapped memory": "import mmap\nx = [mmap.mmap(-1, 2**27) for _ in range(9)]",
-    "reboot": CALL + "call(169, 0, 0, 0, 0)",
-    "x32": CALL + "call(0x40000000 + 39)",
-}
-ATTACKS = {"signals": SIGNALS, "processes": PROCESSES, "files": FILES, "kernel": KERNEL}
-
-
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_an_attack_fails_and_is_not_judged_correct(
-    judge: CodeRule, victim: subprocess.Popen[bytes], tmp_path: Path, kind: str
+def test_no_attack_succeeds(
+    judge: CodeRule, victim: subprocess.Popen[bytes], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of a kind run beside each other and beside an honest program."""
-    is_known = os.uname().machine == "x86_64"  # whose system calls the numbers are of
+    """One program tries all of a kind, but for those that end it."""
+    monkeypatch.setenv("KEY", "s3cret")
     key = tmp_path / "key"
     key.write_text("s3cret")
     before = key.stat()
     values = {"pid": victim.pid, "grader": os.getpid(), "file": str(key)}
+    is_known = os.uname().machine == "x86_64"  # whose system calls the numbers are of
     attacks = {name: text.format(**values) for name, text in ATTACKS[kind].items() if is_known or "call(" not in text}
-    programs = {name: f"{text}\n{HONEST}" for name, text in attacks.items()} | {"honest": HONEST}
-    found = dict(zip(programs, judge.judge_texts(list(programs.values()), [TESTS] * len(programs)), strict=True))
-    assert found.pop("honest") == Verdict(True, None, "code")
-    assert [name for name, verdict in found.items() if verdict.correct] == []
-    assert {verdict.rule for verdict in found.values()} <= {"code", "crash"}
+    if kind == "ending":
+        verdicts = judge.judge_texts([f"{text}\n{HONEST}" for text in attacks.values()], [TESTS] * len(attacks))
+        assert {verdict.rule for verdict in verdicts} <= {"code", "crash"}
+        assert [name for name, verdict in zip(attacks, verdicts, strict=True) if verdict.correct] == []
+    else:
+        together = TOGETHER.format(attacks=attacks)
+        (verdict,) = judge.judge_texts([together], ["assert accepted == []"])
+        assert verdict == CORRECT, accepted_by(judge, together, list(attacks))
     assert victim.poll() is None
     after = key.stat()
     assert (key.read_text(), after.st_mode, after.st_mtime_ns) == ("s3cret", before.st_mode, before.st_mtime_ns)
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
     assert not Path("/tmp/dapo-attack").exists()
-    assert judge.judge_texts([HONEST], [TESTS]) == [Verdict(True, None, "code")]
+    assert judge.judge_texts([HONEST], [TESTS]) == [CORRECT]
 
 
-@pytest.mark.parametrize("name", ["harmless fcntl", "files of Python", "standard input"])
-def test_what_is_harmless_still_works(judge: CodeRule, name: str) -> None:
-    program = {
-        "harmless fcntl": "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETFL, os.O_NONBLOCK)\n"
-        "fcntl.fcntl(r, fcntl.F_SETFD, 0)\n"
-        "os.close(fcntl.fcntl(r, fcntl.F_DUPFD, 5))",
-        "files of Python": "import json, this, zoneinfo\nassert 'def' in open(json.__file__).read()\n"
-        "import numpy.linalg\nopen('/dev/urandom', 'rb').read(4)",
-        "standard input": "assert open('/dev/stdin').read() == ''",
-    }[name]
-    assert judge.judge_texts([f"{program}\n{HONEST}"], [TESTS]) == [Verdict(True, None, "code")]
+def accepted_by(judge: CodeRule, together: str, names: list[str]) -> list[str]:
+    """Return the attacks that succeeded, all of them if the program did not get that far."""
+    verdicts = judge.judge_texts([together] * len(names), [f"assert {name!r} not in accepted" for name in names])
+    return [name for name, verdict in zip(names, verdicts, strict=True) if not verdict.correct]
 
 
-def test_a_program_leaves_no_process_behind(judge: CodeRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it runs in is gone too, when it is killed at its deadline."""
-    start, started = subprocess.Popen, []
-
-    def popen(*arguments: Any, **options: Any) -> Any:
-        started.append(start(*arguments, **options))
-        return started[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers.subprocess, "Popen", popen)
-        CodeRule(2, 3.0, 512).judge_texts(["while True: pass"], ["pass"])
-    (process,), until = started, time.monotonic() + 60
-    while subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, check=False).returncode == 0:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def test_a_program_that_is_killed_as_it_starts_leaves_no_process_behind(
-    judge: CodeRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The deadline strikes, or the run ends, while bubblewrap prepares its namespaces."""
-    start, started = subprocess.Popen, []
-
-    def popen(*arguments: Any, **options: Any) -> Any:
-        started.append(start(*arguments, **options))
-        return started[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers.subprocess, "Popen", popen)
-        for number in range(12):
-            CodeRule(2, 0.002 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [""])
-    assert len(started) == 12
-    sessions, until = ",".join(str(process.pid) for process in started), time.monotonic() + 10
-    while (found := subprocess.run(["pgrep", "-s", sessions], capture_output=True, check=False)).returncode == 0:
-        assert time.monotonic() < until, found.stdout
-        time.sleep(0.05)
+HARMLESS = """
+import fcntl, json, os, this, zoneinfo, numpy.linalg
+r, w = os.pipe()
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_NONBLOCK)
+fcntl.fcntl(r, fcntl.F_SETFD, 0)
+os.close(fcntl.fcntl(r, fcntl.F_DUPFD, 5))
+assert 'def' in open(json.__file__).read()
+open('/dev/urandom', 'rb').read(4)
+assert open('/dev/stdin').read() == ''
+"""
+OPEN_FILES = """
+import os, stat
+kinds = {}
+for fd in range(64):
+    try: kinds[fd] = stat.S_IFMT(os.fstat(fd).st_mode)
+    except OSError: pass
+"""
+NONE_OF_THE_GRADER = """
+assert set(kinds.values()) <= {stat.S_IFIFO, stat.S_IFREG, stat.S_IFCHR}
+own = [os.fstat(fd).st_size for fd in kinds if kinds[fd] == stat.S_IFREG]
+assert own == [0] * len(own)
+assert len([fd for fd in kinds if kinds[fd] == stat.S_IFIFO]) == 1 and len(kinds) <= 6, kinds
+"""
 
 
-def test_many_threads_of_a_program_do_not_take_them_from_the_grader(judge: CodeRule) -> None:
-    bomb = "import threading, time\nthreading.stack_size(2**15)\n" + (
-        "while True: threading.Thread(target=time.sleep, args=(600,)).start()"
-    )
-    small = CodeRule(2, 3.0, 128)
-    assert not small.judge_texts([bomb], ["pass"])[0].correct
-    assert judge.judge_texts([HONEST], [TESTS])[0].correct
-
-
-def test_a_program_that_leaves_no_room_for_another_ends_no_run(
-    judge: CodeRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its threads are as many as the container may have; then its deadline strikes."""
-    start, refusals = subprocess.Popen, iter(range(9))
-
-    def popen(*arguments: Any, **options: Any) -> Any:
-        if next(refusals, None) is not None:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        return start(*arguments, **options)
-
-    monkeypatch.setattr(workers.subprocess, "Popen", popen)
-    assert judge.judge_texts([HONEST] * 2, [TESTS] * 2) == [Verdict(True, None, "code")] * 2
+def test_what_is_harmless_works_and_no_file_of_the_grader_is_open(judge: CodeRule) -> None:
+    programs = [f"{HARMLESS}\n{HONEST}", OPEN_FILES]
+    assert judge.judge_texts(programs, [TESTS, NONE_OF_THE_GRADER]) == [CORRECT] * 2
 
 
 FORGED = {
@@ -293,43 +346,105 @@ FORGED = {
     "another standard output": "import io, sys\nsys.stdout = sys.__stdout__ = io.StringIO()",
     "a flood": "import os\nwhile True: os.write(3, b'x' * 65536)",
     "a slow end": "import atexit, time\natexit.register(time.sleep, 600)",
-    "a finalizer that hangs": "class Slow:\n    def __del__(self):\n        while True: pass\nkept = Slow()",
+    "a finalizer that hangs": "import time\nclass Slow:\n    def __del__(self): time.sleep(600)\nkept = Slow()",
     "a thread that stays": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()",
 }
 
 
-def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends(judge: CodeRule) -> None:
+def test_no_verdict_is_forged_by_what_a_program_writes_or_how_it_ends() -> None:
     """The tests and the expected output are wrong for every program. Most of them wait until they are killed."""
     printed = json.dumps({"inputs": ["1"], "outputs": ["secret"]})
     tried = [(name, test) for name in FORGED for test in ("assert f(1) == 3", printed)]
     programs = [f"{HONEST}\n{FORGED[name]}" for name, _ in tried]
-    verdicts = CodeRule(len(tried), 8.0, 512).judge_texts(programs, [test for _, test in tried])
+    verdicts = CodeRule(len(tried), 5.0, 512).judge_texts(programs, [test for _, test in tried])
     assert [each for each, verdict in zip(tried, verdicts, strict=True) if verdict.correct] == []
-    assert judge.judge_texts([HONEST], [TESTS]) == [Verdict(True, None, "code")]
 
 
-def test_a_program_holds_no_file_of_the_grader(judge: CodeRule) -> None:
-    program = (
-        "import os, stat\nkinds = {}\nfor fd in range(64):\n    try: kinds[fd] = stat.S_IFMT(os.fstat(fd).st_mode)\n"
-    )
-    tests = "assert set(kinds.values()) <= {stat.S_IFIFO, stat.S_IFREG, stat.S_IFCHR}\n"
-    tests += "own = [os.fstat(fd).st_size for fd in kinds if kinds[fd] == stat.S_IFREG]\nassert own == [0] * len(own)\n"
-    tests += "assert len([fd for fd in kinds if kinds[fd] == stat.S_IFIFO]) == 1 and len(kinds) <= 6, kinds"
-    assert judge.judge_texts([f"{program}    except OSError: pass"], [tests]) == [Verdict(True, None, "code")]
+ENDLESS = {
+    "while True: pass": "timeout",
+    "while True: print('x' * 9999)": "timeout",
+    "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()": "timeout",
+    "import signal, time\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: time.sleep(9)": "timeout",
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [('hide_files(request["readable"])', ""), ("def main()", "sys.modules['hashlib'] = None\ndef main()")],
-    ids=["no Landlock", "no answer"],
-)
-def test_a_machine_that_hides_nothing_is_refused(line: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither bubblewrap nor Landlock: programs would read the environment of the trainer. Not knowing is no proof."""
-    monkeypatch.setattr(workers, "_sandbox", lambda: ())
-    blind = workers._PROGRAM.read_text().replace(line, fault)
-    command = (sys.executable, "-s", "-c", blind)
-    monkeypatch.setattr(workers, "_CODE_COMMAND", command)
-    open_code.cache_clear()
+def test_a_program_that_does_not_end_is_killed_with_all_its_processes(judge: CodeRule, started: list[int]) -> None:
+    verdicts = CodeRule(len(ENDLESS), 1.5, 512).judge_texts(list(ENDLESS), [TESTS] * len(ENDLESS))
+    assert [verdict.rule for verdict in verdicts] == list(ENDLESS.values())
+    for number in range(8):  # killed while bubblewrap prepares its namespaces
+        CodeRule(2, 0.003 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [""])
+    assert len(started) == len(ENDLESS) + 8
+    wait_until(lambda: is_gone(started))
+    flood = "import sys\nwhile True: sys.stdout.write('x' * 9999)"
+    assert judge.judge_texts([flood], ['{"inputs": [""], "outputs": ["x"]}'])[0].rule == "output"
+
+
+def test_a_grader_without_room_for_another_process_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of another program are as many as the container may have, until its deadline."""
+    start, refusals = subprocess.Popen, iter(range(9))
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        if next(refusals, None) is not None:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert CodeRule(*SETTINGS).judge_texts([HONEST] * 2, [TESTS] * 2) == [CORRECT] * 2
+
+
+def judge_forever() -> None:
+    CodeRule(2, 600.0, 1024).judge_texts(["import time\ntime.sleep(600)"], ["pass"])
+
+
+def test_a_program_ends_when_the_run_is_killed() -> None:
+    """`kill -9`: nobody is left to kill what the run had started."""
+    run = CONTEXT.Process(target=judge_forever)
+    run.start()
+    wait_until(lambda: confined_sessions(run.pid) != [])
+    sessions = confined_sessions(run.pid)
+    run.kill()
+    run.join()
+    wait_until(lambda: is_gone(sessions))
+
+
+def confined_sessions(run: int) -> list[int]:
+    """The children of a process in whose session a program has started: its system calls are filtered by then."""
+    children = [int(status.partition("\nPid:")[2].split()[0]) for status in processes_with("PPid", run)]
+    return [child for child in children if any("Seccomp:\t2" in status for status in processes_with("NSsid", child))]
+
+
+def test_ctrl_c_does_not_wait_for_a_program(started: list[int]) -> None:
+    main, before = threading.main_thread().ident, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press() -> None:
+        wait_until(lambda: started != [])
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        CodeRule(2, 60.0, 512).judge_texts(["import time\ntime.sleep(600)"] * 4, [TESTS] * 4)
+    signal.signal(signal.SIGINT, before)
+    thread.join()
+    for session in started:
+        os.killpg(session, signal.SIGKILL)
+
+
+PROGRAM = Path(workers.__file__).with_name("code_worker.py").read_text()
+UNSAFE = {
+    "no seccomp": ("false",),
+    "no Landlock": PROGRAM.replace('hide_files(request["readable"])', ""),
+    "no answer": PROGRAM.replace("def main()", "sys.modules['hashlib'] = None\ndef main()"),
+}
+
+
+@pytest.mark.parametrize("how", UNSAFE)
+def test_a_machine_that_cannot_confine_programs_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bubblewrap too, programs would read the environment of the trainer. Not knowing is no proof."""
+    monkeypatch.setenv("PATH", os.environ["PATH"] if how == "no seccomp" else "")
+    workers._sandbox.cache_clear()
+    unsafe = UNSAFE[how]
     with refused("reward.kind"):
-        open_code(*CONFIG)
-    open_code.cache_clear()
+        open_code(*SETTINGS, unsafe if isinstance(unsafe, tuple) else (sys.executable, "-s", "-c", unsafe))
+    workers._sandbox.cache_clear()

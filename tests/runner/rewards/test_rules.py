@@ -1,0 +1,272 @@
+"""The rules that compare strings: what they read of a response, which answers are equal, and the rewards of that."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from builders import make_completion, make_config, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+
+from dapo_runner.rewards.rules import canonical_number, length_penalty, normalise
+from dapo_runner.rewards.scoring import Scorer, load_reward, unmatchable_answers
+from dapo_runner.types import Prompt, Verdict
+
+
+def judge(kind: str, text: str, answer: str) -> Verdict:
+    rule = load_reward(make_config(reward={"kind": kind}).reward, kind)
+    (verdict,) = rule.judge_texts([text], [answer])
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("  34  ", "34"),
+        ("a = b = 34", "34"),
+        ("$34$", "34"),
+        (r"so $\frac{1}{2}$ it is", r"\frac{1}{2}"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\text{east}", "east"),
+        (r"\textbf{34}", "34"),
+        (r"\overline{AB}", "AB"),
+        (r"\mbox{east}", "east"),
+        (r"336^\circ", "336"),
+        (r"336^{\circ}", "336"),
+        ("336 degrees", "336"),
+        ("5 square units", "5"),
+        ("an apple", "apple"),
+        ("1,234,567", "1234567"),
+        ("1{,}234", "1234"),
+        (r"1,\!234", "1234"),
+        ("1,2,x", "1,2,x"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac ab", r"\frac{a}{b}"),
+        (r"\sqrt2", r"\sqrt{2}"),
+        (r"\sqrt{2}", r"\sqrt{2}"),
+        (r"\$5", "5"),
+        ('"34"', "34"),
+        ("-1,234", "-1,234"),  # the recipe takes commas out of bare digits only
+        ("$34.$", "34"),
+        (r"3,\text{and}4", "34"),
+        ("", ""),
+    ],
+)
+def test_normalisation(raw: str, expected: str) -> None:
+    assert normalise(raw) == expected
+
+
+READ = [  # rule, response, what it extracts, where
+    ("dapo", "Answer: 11\nno wait\nANSWER :  12\n", "12", "answer-line"),
+    ("dapo", "answer:\n12", "12", "answer-line"),
+    ("dapo", "Answer: $12$.", "12", "answer-line"),
+    ("dapo", "Answer: 12.", "12.", "answer-line"),
+    ("dapo", r"Answer: $\boxed{1,200}$", "1200", "answer-line"),
+    ("dapo", "Answer: 12 apples", "12apples", "answer-line"),
+    ("dapo", "The result is 12", None, "none"),
+    ("dapo", "Answer:", None, "none"),
+    ("gsm8k", "Answer: 3\n#### 18", "18", "hash-line"),
+    ("gsm8k", "Answer: about 1,800.50 dollars", "1800.5", "answer-line"),
+    ("gsm8k", "#### − 4", "-4", "hash-line"),
+    ("gsm8k", "#### $-4", "-4", "hash-line"),
+    ("gsm8k", "#### -$4", "-4", "hash-line"),
+    ("gsm8k", "#### 1,234,567.0 apples", "1234567", "hash-line"),
+    ("gsm8k", "#### 5/hour", "5", "hash-line"),
+    ("gsm8k", "#### 5.", "5", "hash-line"),
+    ("gsm8k", "#### 1 / 2", "1/2", "hash-line"),
+    ("gsm8k", "#### Step 1\nAnswer: 18", "18", "answer-line"),
+    ("gsm8k", "Answer: twenty-five, 25", "25", "answer-line"),
+    ("gsm8k", "Answer: x = - 5", "-5", "answer-line"),
+    ("gsm8k", "18", None, "none"),
+    ("integer", "3 + 4 = 7", "7", "last-integer"),
+    ("integer", "it is 10-3", "3", "last-integer"),
+    ("integer", "it is $10 − $3", "3", "last-integer"),
+    ("integer", "$10$ - $3$", "3", "last-integer"),
+    ("integer", "pages 3–5", "5", "last-integer"),
+    ("integer", "pages 3 – 5", "5", "last-integer"),
+    ("integer", "10 -3", "-3", "last-integer"),
+    ("integer", "the total – 5", "5", "last-integer"),
+    ("integer", "7 or 1/2", "7", "last-integer"),
+    ("integer", "12/4=3", "3", "last-integer"),
+    ("integer", "1,234", "1234", "last-integer"),
+    ("integer", "0007.", "7", "last-integer"),
+    ("integer", "1/2", None, "none"),
+    ("integer", "1,2,3,4", None, "none"),
+    ("integer", "1234,567", None, "none"),
+    ("integer", "3.5", None, "none"),
+    ("choice", "Not A, not C.\nAnswer: B", "B", "answer-line"),
+    ("choice", "Answer: A\nNo.\nAnswer: (B)", "B", "answer-line"),
+    ("choice", "The answer is B.", "B", "answer-line"),
+    ("choice", "Answer: **B**", "B", "answer-line"),
+    ("choice", r"Answer: $\boxed{B}$", "B", "answer-line"),
+    ("choice", "answer: B. Paris", "B", "answer-line"),
+    ("choice", r"so it is \boxed{B. Paris}", "B", "boxed"),
+    ("choice", "B", "B", "letter"),
+    ("choice", " (B) since …", "B", "letter"),
+    ("choice", "**Answer:** B", None, "none"),
+    ("choice", "Berlin", None, "none"),
+    ("choice", "A cat.", None, "none"),
+    ("choice", "The answer is Berlin", None, "none"),
+    ("exact", ' "Paris." ', "paris", "whole"),
+    ("exact", "It is.\nAnswer:  NEW  York", "new york", "answer-line"),
+    ("exact", "It is Paris", "it is paris", "whole"),
+    ("exact", "...", None, "whole"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "extracted", "rule"), READ)
+def test_a_rule_reads_an_answer_and_compares_it(kind: str, text: str, extracted: str | None, rule: str) -> None:
+    assert judge(kind, text, "Z") == Verdict(False, extracted, rule)
+    if extracted is not None:
+        assert judge(kind, text, extracted) == Verdict(True, extracted, rule)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "width"),
+    [
+        ("dapo", "Answer: 7", 300),
+        ("gsm8k", "#### 7", 300),
+        ("choice", "answer is B", 2000),
+        ("choice", r"\boxed{B}", 100),
+    ],
+)
+def test_only_the_end_of_a_response_is_read(kind: str, head: str, width: int) -> None:
+    text = f"no{head}{' ' * (width - len(head))}"
+    answer = head.strip("}")[-1]
+    assert judge(kind, text, answer).correct
+    assert judge(kind, f"{text} ", answer) == Verdict(False, None, "none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("dapo", "Answer: 336", r"336^\circ"),
+        ("gsm8k", "#### -$4", "−4"),
+        ("gsm8k", "#### 18.50", "$18.5"),
+        ("choice", "Answer: B", "B. Paris"),
+        ("exact", "Ｇrüße", "grüSSe"),
+    ],
+)
+def test_a_ground_truth_may_be_written_otherwise(kind: str, text: str, answer: str) -> None:
+    assert judge(kind, text, answer).correct
+
+
+@given(st.integers(min_value=-(10**12), max_value=10**12))
+def test_an_integer_is_correct_however_it_is_written(n: int) -> None:
+    thousands = f"{n:,}" if n >= 0 else str(n)
+    for written in (f"{n}", thousands, f"${n}$", rf"$\boxed{{{n}}}$", f"x = {n}"):
+        assert judge("dapo", f"so it is.\nAnswer: {written}", str(n)).correct, written
+    assert not judge("dapo", f"Answer: {n + 1}", str(n)).correct
+    assert judge("gsm8k", f"thus\n#### {n:,}", str(n)).correct
+    assert judge("integer", f"it is {n:,}.", str(n)).correct
+
+
+SIGNED = ("-5", "- 5", "−5", "− 5", "–5", "－5", "$-5$", "-$5", "−\\$5", "- $5$", r"\boxed{−5}")
+
+
+@pytest.mark.parametrize("written", SIGNED)
+def test_no_sign_is_lost(written: str) -> None:
+    for opening in ("", "it is ", "x=", "10\n"):
+        assert judge("integer", opening + written, "-5") == Verdict(True, "-5", "last-integer"), opening
+    for text in (f"Answer: {written}", f"Answer: it is {written} dollars", f"#### {written}"):
+        assert not judge("gsm8k", text, "5").correct, text
+        assert judge("gsm8k", text, "-5").correct or "#### \\boxed" in text, text
+
+
+@pytest.mark.parametrize(
+    ("written", "beginning"),
+    [
+        ("1/2", "1"),
+        ("1 / 2", "1"),
+        ("$1/2", "1"),
+        ("1 1/2", "1"),
+        ("-1/2", "-1"),
+        ("1,2,3,4", "1234"),
+        ("1,2,3,4", "1"),
+        ("12,34", "1234"),
+        ("1234,567", "1234567"),
+        ("1,2345", "12345"),
+        ("1.2.3", "1.2"),
+        ("1e3", "1"),
+        ("1E-3", "1"),
+    ],
+)
+def test_the_beginning_of_a_number_is_not_the_number(written: str, beginning: str) -> None:
+    for text in (f"#### {written}", f"Answer: {written}", f"Answer: {beginning}\n#### {written}"):
+        assert not judge("gsm8k", text, beginning).correct, text
+        assert judge("gsm8k", text, written).correct, text
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=0, max_value=10**9), st.booleans())
+def test_numbers_are_compared_by_value(number: object, is_negative: bool) -> None:
+    plain = canonical_number(f"{number}")
+    assert float(plain) == float(str(number))
+    for written in (f"00{number}", f"{number}0", f"${number:,}", f" {number} "):
+        assert canonical_number(f"{'−' * is_negative}{written}") == canonical_number(f"{'-' * is_negative}{plain}")
+
+
+def test_what_is_no_number_is_compared_as_written() -> None:
+    for text in ("x", "", "1,2", "1,234,5", "- x", "1 234"):
+        assert canonical_number(f" {text} ") == text.replace("- ", "-")
+    assert [canonical_number(text) for text in ("-0", "-0.0", ".5")] == ["0", "0", "0.5"]
+
+
+def test_a_fuzzy_match_is_graded() -> None:
+    pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed")
+    found = [judge("fuzzy", f"Answer: {text}", "kitten") for text in ("kitten", "kittens", "sitting", "", "xyz")]
+    assert [verdict.value for verdict in found] == pytest.approx([1.0, 11 / 13, 3 / 13, -1.0, -1.0])
+    assert [verdict.correct for verdict in found] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("kind", "package"), [("fuzzy", "rapidfuzz"), ("json", "jsonschema"), ("math", "math_verify")])
+def test_a_missing_package_is_refused(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with refused("reward.kind") as caught:
+        load_reward(make_config(reward={"kind": kind, "workers": 7}).reward, kind)
+    assert package in str(caught.value)
+
+
+def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
+    answers = ["5", r"\frac{1}{2}", "1,234", "-3", "x + 1", "3.5", "line\nbreak"]
+    prompts = [make_prompt(str(i), answer=answer) for i, answer in enumerate(answers)]
+
+    def warn(kind: str, chosen: list[Prompt] = prompts) -> str:
+        return unmatchable_answers(make_config(reward={"kind": kind}).reward, chosen) or ""
+
+    assert "4 of 7" in warn("integer")
+    assert repr(answers[1]) in warn("integer")
+    assert "3 of 7" in warn("gsm8k")
+    assert "1 of 7" in warn("dapo")
+    assert "6 of 7" in warn("choice", [*prompts[1:], make_prompt(answer="(C)")])
+    for kind in ("math", "json:loads"):  # not asked: a worker's time; the user's code
+        assert warn(kind) == ""
+    assert warn("integer", [prompts[0], prompts[2]]) == ""
+    with refused("reward.kind"):
+        warn("choice")
+
+
+def test_the_length_penalty_is_equation_13() -> None:
+    """The paper's own figures: 16384 expected tokens and 4096 of buffer."""
+    expected = {1: 0.0, 16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0, 20481: -1.0, 10**6: -1.0}
+    assert {length: length_penalty(length, 20480, 4096) for length in expected} == expected
+
+
+@pytest.mark.parametrize("punish", [False, True])
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_reward_is_the_answers_and_the_penalty(punish: bool, drop: bool) -> None:
+    overlong = {"cache_length": 16, "soft_punishment": punish, "filter": drop}
+    config = make_config(reward={"correct": 2.0, "incorrect": -0.5, "overlong": overlong})
+    completions = [
+        make_completion(10, "Answer: 7"),
+        make_completion(56, "Answer: 7"),
+        make_completion(64, "Answer: 8", truncated=True),
+    ]
+    scorer = Scorer(config)
+    (group,), (plain,) = (each([make_prompt(answer="7")], [completions]) for each in (scorer, scorer.unshaped()))
+    assert [sample.reward for sample in group.samples] == ([2.0, 1.5, -1.5] if punish else [2.0, 2.0, -0.5])
+    assert [sample.trains for sample in group.samples] == [True, True, not drop]
+    assert [sample.correct for sample in group.samples] == [True, True, False]
+    assert [sample.reward for sample in plain.samples] == [2.0, 2.0, -0.5]
+    assert all(sample.trains for sample in plain.samples)

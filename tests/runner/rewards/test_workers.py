@@ -1,0 +1,259 @@
+"""Rules in processes that can be killed: `math` and `json`; hostile responses, workers that die, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_completion, make_config, make_prompt
+from refusals import refused
+
+from dapo_runner.config import ConfigError
+from dapo_runner.logging.metrics import batch_metrics
+from dapo_runner.rewards import rule_worker
+from dapo_runner.rewards.scoring import Scorer, load_reward
+from dapo_runner.rewards.workers import TextRule, open_rule
+from dapo_runner.types import Verdict
+
+for package in ("math_verify", "jsonschema"):
+    pytest.importorskip(package)
+PATIENT = 120.0  # for what must be judged however busy the machine is
+TOWER = "Answer: $9^{9^{9^{9}}}$"
+# Both take forever. A pattern that backtracks holds the interpreter's lock: in this process nothing else would go on.
+FOREVER = {"math": (TOWER, "1"), "json": ('"' + "a" * 60 + '!"', '{"pattern": "^(a+)+$"}')}
+
+
+@cache
+def patient(kind: str = "math") -> TextRule:
+    return TextRule(kind, workers=1, deadline=PATIENT)
+
+
+def judge(rule: TextRule, text: str, answer: str) -> Verdict:
+    (verdict,) = rule.judge_texts([text], [answer])
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct"),
+    [
+        (r"so it is $\boxed{\frac{1}{2}}$.", "0.5", True),
+        (r"Answer: $\frac{2}{4}$", r"\frac12", True),
+        ("Answer: 1/2", r"\frac{1}{2}", True),
+        ("The answer is 1,234.", "1234", True),
+        (r"$\{1, 2\}$", r"\{2, 1\}", True),
+        (r"$336^\circ$", "336", True),
+        (r"\boxed{2x + 3}", "3+2x", True),
+        ("Answer: 4", "5", False),
+        (r"$\boxed{\frac{1}{3}}$", "0.3333", False),
+        ("x" * 5000 + "Answer: 7", "7", True),
+        ("$7$" + " " * 2000, "7", None),
+        ("I do not know.", "5", None),
+        ("", "5", None),
+    ],
+)
+def test_answers_are_compared_as_mathematics(text: str, answer: str, correct: bool | None) -> None:
+    verdict = judge(patient(), text, answer)
+    assert (verdict.correct, verdict.rule) == (correct is True, "none" if correct is None else "math-verify")
+    assert (verdict.extracted is None) == (correct is None)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^(a+)+$"},
+        "age": {"type": "integer", "minimum": 0},
+        "price": {"multipleOf": 0.01},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "rule"),
+    [
+        ('{"name": "aa", "age": 3}', True, "json-schema"),
+        ('Here:\n```json\n{"name": "b"}\n```\nno:\n```\n{"name": "a"}\n```', True, "json-schema"),
+        ('{"name": "aa", "age": -3}', False, "json-schema"),
+        ('{"age": 3}', False, "json-schema"),
+        ("[1]", False, "json-schema"),
+        ('{"name": "aa", "price": 1.25}', True, "json-schema"),
+        ('{"name": "aa",}', False, "none"),
+        ('{"name": "aa", "age": NaN}', False, "none"),
+        ('{"name": "aa", "price": 1e999}', False, "none"),
+        ("", False, "none"),
+        ("[" * 100_000, False, "none"),
+        ("9" * 100_000, False, "none"),
+    ],
+)
+def test_json_is_judged_by_a_schema(text: str, correct: bool, rule: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    of_file = open_rule("json", 1, PATIENT, tmp_path / "schema.json")
+    for verdict in (judge(patient("json"), text, json.dumps(SCHEMA)), judge(of_file, text, "")):
+        assert (verdict.correct, verdict.rule) == (correct, rule)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "https://json-schema.org/draft/2020-12/schema"},
+        {"properties": {"$ref": {"type": "string"}, "a": {"$ref": "#/properties/$ref"}}, "enum": [{"$ref": "#no"}, {}]},
+        {"$id": "http://a.example/b", "$ref": "c#d", "$defs": {"e": {"$id": "c", "$defs": {"f": {"$anchor": "d"}}}}},
+        {"$dynamicAnchor": "tree", "properties": {"left": {"$dynamicRef": "#tree"}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"$id": "#b"}}, "$ref": "#b"},
+    ],
+)
+def test_references_inside_a_schema_are_followed(schema: dict[str, Any]) -> None:
+    assert judge(patient("json"), "{}", json.dumps(schema)) == Verdict(True, "{}", "json-schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "no schema",
+        '{"type": "objekt"}',
+        '{"pattern": "("}',
+        '{"$ref": "http://example.invalid/schema.json"}',
+        '{"properties": {"a": {"$ref": "#/$defs/none"}}}',
+        '{"$ref": "#/x/y", "x": {"y": {"properties": {"a": {"$ref": "#gone"}}}}}',
+        '{"not": {"$dynamicRef": "#gone"}}',
+        '{"$ref": "http://["}',
+    ],
+)
+def test_an_invalid_schema_is_refused_and_nothing_fetched(schema: str) -> None:
+    with refused("reward json"):
+        judge(patient("json"), '{"a": 1}', schema)
+
+
+@pytest.mark.parametrize("content", [None, '{"type": "objekt"}'])
+def test_a_schema_file_is_read_before_a_run(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError):
+        load_reward(make_config(reward={"kind": "json", "json_schema": path}).reward, "json")
+
+
+def test_verdicts_come_in_the_order_of_the_texts() -> None:
+    texts = [f"Answer: {number}" for number in range(20)]
+    verdicts = patient().judge_texts(texts, ["7"] * 20)
+    assert [verdict.extracted for verdict in verdicts] == [str(number) for number in range(20)]
+    assert [number for number, verdict in enumerate(verdicts) if verdict.correct] == [7]
+    assert patient().judge_texts([], []) == []
+    assert judge(patient(), "Answer: 4", "}{").rule == "error"  # a ground truth that cannot be read
+
+
+HOSTILE = {
+    "tower": TOWER,
+    "nest": r"\frac{" * 400 + "1" + "}{2}" * 400,
+    "digits": r"\boxed{" + "9" * 1900 + "}",
+    "huge": "9" * 10_000_000,
+    "surrogate and null": "Answer: \ud800 \x00 ٣",
+    "matrix": r"$\begin{pmatrix}" + "1&" * 700 + r"\end{pmatrix}$",
+}
+
+
+def test_hostile_responses_neither_hang_nor_score_and_are_counted() -> None:
+    reward = {"kind": "math", "deadline": 1.0, "overlong": {"soft_punishment": False}}
+    texts = [*HOSTILE.values(), ""]
+    (group,) = Scorer(make_config(reward=reward))([make_prompt(answer="5")], [[make_completion(text=t) for t in texts]])
+    verdicts = dict(zip([*HOSTILE, ""], (sample.verdict for sample in group.samples), strict=True))
+    assert not any(verdict.correct for verdict in verdicts.values())
+    assert verdicts["tower"].rule in ("timeout", "crash", "error")
+    assert max(len(verdict.extracted or "") for verdict in verdicts.values()) <= 200
+    assert [sample.reward for sample in group.samples] == [-1.0] * len(texts)
+    metrics = batch_metrics([group])
+    known = sum(metrics.get(f"batch/rule_{rule}", 0) for rule in ("math-verify", "none", "error", "timeout", "crash"))
+    assert known == pytest.approx(1)
+    assert metrics["batch/rule_none"] >= 1 / len(texts)
+    assert open_rule("math", 2, 1.0) is open_rule("math", 2, 1.0)  # an evaluation uses the workers of the training
+
+
+@pytest.mark.parametrize("kind", ["math", "json"])
+def test_a_late_rule_is_ended_in_any_thread(kind: str) -> None:
+    late = TextRule(kind, workers=1, deadline=0.3)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(judge, late, *FOREVER[kind]).result(PATIENT).rule == "timeout"
+
+
+def process_of(rule: TextRule) -> subprocess.Popen[bytes]:
+    (worker,) = rule._idle
+    return worker.process
+
+
+def while_it_judges(rule: TextRule, act: Callable[[], None]) -> threading.Thread:
+    """Call ``act`` once the idle worker of a rule computes a verdict."""
+    status = Path(f"/proc/{process_of(rule).pid}/stat")
+
+    def wait() -> None:
+        while rule._idle or status.read_text().rpartition(")")[2].split()[0] != "R":
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_worker_that_dies_is_replaced() -> None:
+    rule = TextRule("json", workers=1, deadline=PATIENT)
+    assert judge(rule, "1", "{}").correct
+    thread = while_it_judges(rule, process_of(rule).kill)
+    assert judge(rule, *FOREVER["json"]).rule == "crash"
+    thread.join()
+    assert judge(rule, "1", "{}").correct
+    process_of(rule).kill()  # while it is idle: that costs no response its verdict
+    process_of(rule).wait()
+    assert judge(rule, "1", "{}").correct
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_call_that_ctrl_c_ends_leaves_no_verdict_behind(workers: int) -> None:
+    """The answer of the worker to that call is not that to the next one."""
+    rule = TextRule("json", workers, PATIENT)
+    assert judge(rule, "1", "{}").correct
+    process, main = process_of(rule), threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = while_it_judges(rule, lambda: signal.pthread_kill(main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        judge(rule, *FOREVER["json"])
+    signal.signal(signal.SIGINT, before)
+    thread.join()
+    assert judge(rule, "2", "{}") == Verdict(True, "2", "json-schema")
+    process.kill()
+
+
+def test_signals_that_stop_a_run_do_not_reach_a_worker_and_it_ends_with_its_rule() -> None:
+    rule = TextRule("json", workers=1, deadline=PATIENT)
+    assert judge(rule, "1", "{}").correct
+    process = process_of(rule)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, number)
+        assert judge(rule, "1", "{}").correct
+    assert process_of(rule) is process
+    del rule
+    assert process.poll() is not None
+
+
+def test_a_worker_without_memory_gives_way_to_a_new_one() -> None:
+    def exhausted(text: str) -> dict[str, object]:
+        raise MemoryError(text)
+
+    with pytest.raises(MemoryError):
+        rule_worker.answer_request(exhausted, {"text": "1"})
+
+
+def test_a_worker_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(RuntimeError, match="reward json"):
+        judge(TextRule("json", workers=1, deadline=1.0), "1", "1")
