@@ -1,0 +1,422 @@
+"""Reward functions of the user's own: what they may return, how their calls overlap, and what becomes of failures."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_completion, make_config, make_prompt
+from refusals import refused
+from small import small_recipe, write_recipe
+
+from dapo_runner.checkpoint import find_checkpoints
+from dapo_runner.cli import main
+from dapo_runner.config import Config, parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import Progress
+from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.rewards.reward import DeadlineError, RewardError, call_within
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.group_buffer import SamplingExhaustedError
+from dapo_runner.train import train
+from dapo_runner.types import Completion, Group, Prompt, Verdict
+
+IMPORTS = "import asyncio, enum, random, re, sys, threading, time, numpy as np\nfrom dapo_runner.types import Verdict\n"
+LIMIT = 60.0  # seconds for what takes no time on a machine that is not busy
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeConfig:
+    """Make a module of its own and a configuration whose reward is the function ``reward`` in it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = (f"{tmp_path.name.replace('-', '_')}_{number}" for number in range(99))
+
+    def make(body: str, **reward: Any) -> Config:
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(IMPORTS + textwrap.dedent(body))
+        parts = [{**part, "use": f"{name}:{part['use']}"} for part in reward.pop("parts", [])]
+        kind = {"parts": parts} if parts else {"kind": f"{name}:reward"}
+        return make_config(reward={"calls": {"retries": 0}, "overlong": {"soft_punishment": False}, **kind, **reward})
+
+    return make
+
+
+def module_of(config: Config) -> Any:
+    return importlib.import_module(config.reward.uses[0].partition(":")[0])
+
+
+def batch(n: int, k: int) -> tuple[list[Prompt], list[list[Completion]]]:
+    """Prompts p0, p1, … with completions of the texts 0, 1, …"""
+    prompts = [replace(make_prompt(f"p{i}"), row={"number": i}, messages=(("user", "hi"),)) for i in range(n)]
+    return prompts, [[make_completion(text=str(j)) for j in range(k)] for _ in range(n)]
+
+
+def rewards(groups: list[Group]) -> list[list[float]]:
+    return [[sample.base_reward for sample in group.samples] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("returned", "wanted"),
+    [
+        ("Verdict(True, '7', 'mine', 0.25)", Verdict(True, "7", "mine", 0.25)),
+        ("Verdict(True, rule=np.str_('mine'))", Verdict(True, rule="mine")),
+        ("Verdict(True, rule=enum.StrEnum('Rule', ['mine']).mine)", Verdict(True, rule="mine")),
+        ("Verdict(True, rule=enum.Enum('Rule', {'MINE': 'mine'}, type=str).MINE)", Verdict(True, rule="mine")),
+        ("Verdict(np.bool_(True), np.str_('7'), 'mine', np.float64(0.25))", Verdict(True, "7", "mine", 0.25)),
+        ("True", Verdict(True)),
+        ("False", Verdict(False)),
+        ("1", Verdict(True, value=1.0)),
+        ("0.25", Verdict(True, value=0.25)),
+        ("0", Verdict(False, value=0.0)),  # the middle of incorrect (−1) and correct (1) is not above it
+        ("np.float32(0.5)", Verdict(True, value=0.5)),
+        ("np.bool_(True)", Verdict(True)),
+        ("__import__('torch').tensor(-2.0)", Verdict(False, value=-2.0)),
+    ],
+)
+def test_a_verdict_has_plain_values_whatever_is_returned(config_of: MakeConfig, returned: str, wanted: Verdict) -> None:
+    """torch refuses to load a checkpoint with anything else in it."""
+    for body in (f"def reward(p, c): return {returned}", f"def reward(p, c, r): return [{returned}] * len(c)"):
+        (group,) = Scorer(config_of(body))(*batch(1, 1))
+        verdict = group.samples[0].verdict
+        assert verdict == wanted
+        assert list(map(type, astuple(verdict))) == list(map(type, astuple(wanted)))
+
+
+def test_a_number_is_correct_above_the_middle_of_the_configured_rewards(config_of: MakeConfig) -> None:
+    body = "def reward(p, c): return (0.5, 0.55)[int(c.text)]"
+    (group,) = Scorer(config_of(body, correct=1.0, incorrect=0.0))(*batch(1, 2))
+    assert [sample.correct for sample in group.samples] == [False, True]
+    assert group.has_mixed_correctness
+
+
+@pytest.mark.parametrize("concurrency", [None, 3])
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_a_batch_is_judged_in_order(config_of: MakeConfig, how: str, concurrency: int | None) -> None:
+    body = f"""
+        sizes = []
+        {how} reward(prompts, completions, rows):
+            sizes.append(len(rows))
+            return [float(row['number'] * 10 + int(c.text)) for c, row in zip(completions, rows)]"""
+    config = config_of(body, calls={"concurrency": concurrency})
+    scorer = Scorer(config)
+    assert rewards(scorer(*batch(5, 3))) == [[i * 10.0 + j for j in range(3)] for i in range(5)]
+    assert module_of(config).sizes == [3] * 5
+    assert scorer.take_counts() == {"calls": 5, "retried": 0, "failed": 0}
+    assert scorer.take_counts()["calls"] == 0
+    assert scorer([], []) == []
+
+
+OVERLAPPED = {
+    "a thread each": "def reward(p, c, r):\n    meet.wait(60)\n    return [1.0] * len(c)",
+    "coroutines": "async def reward(p, c, r):\n    await meet_async()\n    return [1.0] * len(c)",
+    "coroutines of one response": "async def reward(p, c):\n    await meet_async()\n    return 1.0",
+}
+
+
+@pytest.mark.parametrize("how", OVERLAPPED)
+def test_calls_overlap(config_of: MakeConfig, how: str) -> None:
+    """Each waits for the others: one after another they would wait forever."""
+    body = f"""
+meet, here = threading.Barrier(16), 0
+async def meet_async():
+    global here
+    here += 1
+    while here < 16: await asyncio.sleep(0.01)
+{OVERLAPPED[how]}"""
+    calls = {"retries": 0, "concurrency": 16 if how == "a thread each" else None}
+    n, k = (4, 4) if how == "coroutines of one response" else (16, 2)
+    assert rewards(Scorer(config_of(body, calls=calls, plugin_deadline=LIMIT))(*batch(n, k))) == [[1.0] * k] * n
+
+
+def test_training_and_evaluation_do_not_call_a_reward_at_the_same_time(config_of: MakeConfig) -> None:
+    body = """
+        inside, most = 0, 0
+        def reward(p, c, r):
+            global inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.05)
+            inside -= 1
+            return [1.0] * len(c)"""
+    config = config_of(body)
+    scorer = Scorer(config)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda each: each(*batch(2, 1)), [scorer, scorer.unshaped()] * 2))
+    assert module_of(config).most == 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_failed_call_is_retried(config_of: MakeConfig, concurrency: int) -> None:
+    body = """
+        count = 0
+        def reward(prompts, completions, rows):
+            global count
+            if rows[0]['number'] == 1:
+                count += 1
+                if count <= 1: raise ConnectionError('busy')
+            return [1.0] * len(completions)"""
+    scorer = Scorer(config_of(body, calls={"concurrency": concurrency, "retries": 2}))
+    assert rewards(scorer(*batch(3, 2))) == [[1.0, 1.0]] * 3
+    assert scorer.take_counts() == {"calls": 3, "retried": 1, "failed": 0}
+
+
+FAILURES = {  # what a function does, and what the message has of it
+    "raise ConnectionError('gone')": ("ConnectionError", "gone", ".py:5)"),
+    "sys.exit(0)": ("SystemExit", ".py:5)"),
+    "inner()": ("ZeroDivisionError", ".py:3)"),
+    "return [1.0]": ("ValueError", "2", "1"),
+    "return [1.0, float('nan')]": ("ValueError", "nan"),
+    "return [Verdict(True, value=float('inf'))] * 2": ("ValueError", "inf"),
+    "return [True, '1.0']": ("TypeError", "Verdict", "str"),
+    "return 'ab'": ("TypeError", "str"),
+    "return 1.0": ("TypeError", "float"),
+}
+
+
+@pytest.mark.parametrize("how", ["one after another", "threads", "async"])
+@pytest.mark.parametrize("act", FAILURES)
+def test_a_failure_ends_the_batch_and_is_never_a_reward_of_0(config_of: MakeConfig, act: str, how: str) -> None:
+    prefix, calls = "async " * (how == "async"), {"retries": 0, "concurrency": 4 if how == "threads" else None}
+    body = f"""def inner(): 1 / 0
+{prefix}def reward(prompts, completions, rows):
+    if rows[0]['number'] == 1: {act}
+    return [1.0] * len(completions)"""
+    prompts, completions = batch(3, 2)
+    completions[1][0] = make_completion(text="it is\n" + "very " * 1000 + "good")
+    config = config_of(body, calls=calls)
+    with pytest.raises(RewardError) as caught:
+        Scorer(config)(prompts, completions)
+    message = str(caught.value)
+    for part in (config.reward.kind, "prompt p1", r"it is\nvery", "very good", *FAILURES[act]):
+        assert part in message
+    assert "\n" not in message
+    assert len(message) < 1500
+    scorer = Scorer(config_of(body, calls={**calls, "max_failed": 0.3}))
+    assert [group and group.prompt.id for group in scorer(prompts, completions)] == ["p0", None, "p2"]
+    assert scorer.take_counts() == {"calls": 3, "retried": 0, "failed": 1}
+    (warning,) = scorer.take_warnings()
+    assert "1 of 3" in warning
+    assert scorer.take_warnings() == []
+    with pytest.raises(RewardError):  # an evaluation must be complete
+        scorer.unshaped()(prompts, completions)
+
+
+HANGING = {
+    "loops": "while True: pass",
+    "backtracks": "re.match('(a+)+$', 'a' * 60 + 'b')",  # holds the interpreter's lock
+    "joins a thread that hangs": """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor() as pool: pool.submit(time.sleep, 4).result()
+        return [0.0]""",
+    "tries again": """
+        for _ in range(3):
+            try: time.sleep(60)
+            except: pass
+        return [0.0]""",
+    "forgives": """
+        try: time.sleep(60)
+        except: return [0.0]""",
+}
+
+
+@pytest.mark.parametrize("how", [*HANGING, "async"])
+def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, how: str) -> None:
+    body = textwrap.indent(textwrap.dedent(HANGING.get(how, "await asyncio.sleep(60)")), "    ")
+    config = config_of(f"{'async ' * (how == 'async')}def reward(p, c, r):\n{body}", plugin_deadline=0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    with refused("reward.plugin_deadline", RewardError):
+        Scorer(config)(*batch(1, 1))
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_deadline_holds_in_any_thread_and_leaves_nothing_behind(config_of: MakeConfig) -> None:
+    """With `rollout.max_staleness` responses are scored beside the main thread, where no alarm comes."""
+    config = config_of(
+        "def reward(p, c, r):\n    time.sleep(600 * r[0]['number'])\n    return [1.0]", plugin_deadline=1.0
+    )
+    (quick, slow), (completion, _) = batch(2, 1)
+    with ThreadPoolExecutor(1) as threads:
+        for score in (Scorer(config), lambda *both: threads.submit(Scorer(config), *both).result()):
+            assert rewards(score([quick], [completion])) == [[1.0]]
+            assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        with refused("reward.plugin_deadline", RewardError):
+            score([slow], [completion])
+    endless = config_of("def reward(p, c): return 1.0", plugin_deadline=None)
+    assert rewards(Scorer(endless)([quick], [completion])) == [[1.0]]
+
+
+def test_calls_after_one_that_blocks_the_event_loop_are_answered() -> None:
+    over = threading.Event()
+
+    async def block() -> None:
+        over.wait(LIMIT)
+
+    async def answer() -> int:
+        return 7
+
+    with pytest.raises(DeadlineError):
+        call_within(0.2, block, is_async=True)
+    assert call_within(LIMIT, answer, is_async=True) == 7
+    over.set()
+
+
+def test_one_event_loop_serves_every_batch_also_after_an_exit(config_of: MakeConfig) -> None:
+    """Connections that a function keeps open belong to it."""
+    body = """
+        loops = set()
+        async def reward(prompts, completions, rows):
+            loops.add(asyncio.get_running_loop())
+            if rows[0]['number'] == 9: raise SystemExit(3)
+            return [1.0] * len(completions)"""
+    config = config_of(body)
+    scorer = Scorer(config)
+    scorer(*batch(2, 1))
+    with pytest.raises(RewardError):
+        scorer(*batch(10, 1))
+    scorer(*batch(2, 1))
+    assert len(module_of(config).loops) == 1
+
+
+PARTS = """
+def graded(prompts, completions, rows):
+    return [int(c.text) / 4 for c in completions]
+def odd(prompts, completions, rows):
+    return [None if row['number'] else int(c.text) % 2 == 1 for c, row in zip(completions, rows)]
+def nothing(prompts, completions, rows):
+    return [None] * len(completions)
+"""
+
+
+def test_parts_are_added_by_weight_and_the_first_that_applies_decides_correctness(config_of: MakeConfig) -> None:
+    scorer = Scorer(config_of(PARTS, parts=[{"use": "odd"}, {"use": "graded", "weight": 0.5, "name": "g"}]))
+    groups = scorer(*batch(2, 3))
+    assert rewards(groups) == [[-1.0, 1.125, -0.75], [0.0, 0.125, 0.25]]
+    assert [sample.correct for group in groups for sample in group.samples] == [False, True, False, False, True, True]
+    assert dict(groups[0].samples[1].parts) == {"odd": 1.0, "g": 0.25}
+    assert dict(groups[1].samples[1].parts) == {"g": 0.25}
+    counts = scorer.take_counts()
+    assert counts["odd_seconds"] > 0 < counts["g_seconds"]
+    with pytest.raises(RewardError) as caught:
+        Scorer(config_of(PARTS, parts=[{"use": "nothing"}]))(*batch(1, 1))
+    assert "nothing" in str(caught.value)
+    assert "p0" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["def", "async def"])
+def test_functions_of_trl_work_through_one_line(config_of: MakeConfig, how: str) -> None:
+    body = f"""
+        from dapo_runner.rewards.trl import from_trl
+        {how} length(completions, prompts, completion_ids, number, **columns):
+            assert [len(ids) for ids in completion_ids] == [4] * len(completions)
+            return [None if n == 1 else float(len(text)) for text, n in zip(completions, number, strict=True)]
+        {how} said(completions, prompts, **columns):
+            assert prompts[0] == [{{'role': 'user', 'content': 'hi'}}]
+            return [float(c[0]['content'] == '1') for c in completions]
+        reward, length, said = length, from_trl(length), from_trl(said, chat=True)"""
+    scorer = Scorer(config_of(body, parts=[{"use": "length"}, {"use": "said"}]))
+    assert rewards(scorer(*batch(2, 2))) == [[1.0, 2.0], [0.0, 1.0]]
+    with refused("reward.kind") as caught:
+        Scorer(config_of(body))
+    assert "from_trl" in str(caught.value)
+
+
+def test_a_function_that_cannot_be_imported_is_refused() -> None:
+    for name in ("nowhere_at_all:f", "json:nothing"):
+        with refused("reward.kind"):
+            Scorer(make_config(reward={"kind": name}))
+
+
+# Runs
+
+# Judges at random, as exact resume has to bear, and fails at its ``bomb``-th call.
+FRAGILE = """
+import random
+calls, bomb = 0, -1
+def judge(prompt, completion):
+    global calls
+    calls += 1
+    if calls == bomb:
+        raise ConnectionError("the server is gone")
+    return random.random() - 0.5
+def short(prompts, completions, rows):
+    return [-c.length / 16 for c in completions]
+"""
+
+
+def fragile_config(folder: Path, name: str, **sampler: object) -> Config:
+    recipe = small_recipe(output_dir=str(folder), name=name, steps=3, save_every=0, eval_every=2)
+    recipe["reward"] |= {"calls": {"retries": 0}}
+    recipe["reward"]["parts"] = [{"use": "dapo"}, {"use": "fragile:judge"}, {"use": "fragile:short", "weight": 0.5}]
+    recipe["sampler"] |= sampler
+    return parse_config(recipe)
+
+
+def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to lose every step since the last checkpoint; here there is none but the one that the failure makes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    module = importlib.reload(importlib.import_module("fragile"))
+    begins: list[int] = []
+
+    class Watch(Progress):
+        def step(self, *_: object) -> None:
+            begins.append(module.calls + 1)
+
+    whole = train(fragile_config(tmp_path, "whole"), Watch())
+    heldout = 10 * 2  # problems, samples of each; step 2 is evaluated before step 3 begins
+    for number, saved in ((heldout + 2, []), (begins[1] + 3, [2]), (begins[1] + heldout + 1, [2])):
+        module.calls, module.bomb = 0, number
+        config = fragile_config(tmp_path, f"broken_{number}")
+        with pytest.raises(RewardError) as caught:
+            train(config, Progress())
+        assert "fragile:judge" in str(caught.value)
+        assert [found.step for found in find_checkpoints(config.run_dir / CHECKPOINTS)] == saved
+    module.bomb = -1
+    resumed = train(config, Progress())
+    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    evaluation, *events = read_log(whole / "metrics.jsonl")
+    step = next(event for event in events if event["kind"] == "step")
+    total = step["reward/dapo"] + step["reward/judge"] + 0.5 * step["reward/short"] + step["batch/length_penalty"]
+    assert step["batch/reward"] == pytest.approx(total)
+    assert step["reward/judge_std"] > 0
+    assert step["batch/groups"] == 4  # filtered by reward: one at random keeps them all
+    total = evaluation["eval/reward_dapo"] + evaluation["eval/reward_judge"] + 0.5 * evaluation["eval/reward_short"]
+    assert evaluation["eval/reward"] == pytest.approx(total)
+    first = next(event for event in read_log(whole / "timings.jsonl") if event["kind"] == "step")
+    assert first["reward/short_seconds"] > 0
+    assert first["reward/short_calls"] > 0 == first["reward/short_failed"]
+
+
+def test_a_step_that_cannot_be_filled_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small_recipe(output_dir=str(tmp_path), name="stuck", steps=4, save_every=0, eval_every=0)
+    recipe["sampler"] |= {"max_rounds": 1, "on_exhausted": "error", "initial_acceptance": 1.0}
+    config = parse_config(recipe)
+    with pytest.raises(SamplingExhaustedError):
+        train(config, Progress())
+    done = [event["step"] for event in read_log(config.run_dir / "metrics.jsonl") if event["kind"] == "step"]
+    assert [found.step for found in find_checkpoints(config.run_dir / CHECKPOINTS)] == done[-1:]
+
+
+def test_a_command_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "always.py").write_text("def judge(p, c): raise OSError('no')")
+    recipe, always = str(write_recipe(tmp_path, steps=1)), ["reward.kind=always:judge", "reward.calls.retries=0"]
+    assert main(["train", recipe, *always]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "always" in line]
+    for part in ("dapo: ", "always:judge", "OSError", "always.py:1"):
+        assert part in line
