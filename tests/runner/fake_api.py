@@ -56,7 +56,7 @@ class FakeAPI:
 
 def says(text: str, **first: float) -> dict[str, Any]:
     """An answer; ``first`` are probabilities of tokens in its first place, that of the text first."""
-    tokens = [{"token": token, "logprob": math.log(p)} for token, p in first.items()]
+    tokens = [{"token": token, "logprob": math.log(p) if p else -math.inf} for token, p in first.items()]
     logprobs = {"content": [{**tokens[0], "top_logprobs": tokens}]} if tokens else None
     return {"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]}
 
