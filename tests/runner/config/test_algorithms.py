@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -18,7 +19,6 @@ from dapo_runner.cli import main
 from dapo_runner.config import (
     AdvantageConfig,
     Config,
-    ConfigError,
     DataConfig,
     ModelConfig,
     OverlongConfig,
@@ -141,7 +141,7 @@ def test_the_page_is_the_table() -> None:
         assert paper == row.paper
 
 
-def test_no_algorithm_is_dapo_and_old_keys_do_what_they_did() -> None:
+def test_no_algorithm_is_dapo() -> None:
     plain, named = settings_of(config_of()), settings_of(config_of("algorithm=dapo"))
     assert plain | {"algorithm": "dapo"} == named
     alone = config_of("loss.objective=grpo")
@@ -150,51 +150,42 @@ def test_no_algorithm_is_dapo_and_old_keys_do_what_they_did() -> None:
     assert describe_algorithm(config_of()) == {}
 
 
-def test_what_a_recipe_says_wins_and_is_a_departure() -> None:
-    own = ["loss.overrides.clip_high=0.3", "sampler.filter_groups=true", "optimizer.mini_batch_size=128"]
-    config = config_of("algorithm=grpo", *own, "loss.overrides.kl_coef=0.04", "rollout.group_size=8", "run.seed=3")
-    objective = resolve_objective(config)
-    assert (objective.clip_high, objective.kl_coef, config.sampler.filter_groups) == (0.3, 0.04, True)
-    said = describe_algorithm(config)
-    assert said["algorithm"] == f"grpo ({ALGORITHMS['grpo'].paper})"
-    assert said["departures"].split(", ") == [
-        "loss.overrides.clip_high=0.3 (grpo: 0.2)",
-        "sampler.filter_groups=true (grpo: false)",
-        "optimizer.mini_batch_size=128 (grpo: null)",
-    ]
-    other = config_of("algorithm=rloo", "loss.objective=ppo", "advantage.kind=group_mean")
-    assert [text.split(" ")[0] for text in departures(other)] == ["loss.objective=ppo", "advantage.kind=group_mean"]
-    assert resolve_objective(other).aggregate == "seq-mean-token-sum"
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["algorithm=grpo", "advantage.segments={kind: chain}"], ["advantage.segments=a section (grpo: null)"]),
-        (["algorithm=spo_chain", "advantage.segments=null"], ["advantage.segments=null (spo_chain: a section)"]),
         (
-            ["algorithm=spo_chain", "advantage.segments={mask: false, interval: 1}"],
-            ["advantage.segments.mask=false (spo_chain: true)", "advantage.segments.interval=1 (spo_chain: 5)"],
+            "algorithm=grpo loss.overrides.clip_high=0.3 loss.overrides.kl_coef=0.04 rollout.group_size=8 "
+            "sampler.filter_groups=true optimizer.mini_batch_size=128 run.seed=3",
+            {"loss.overrides.clip_high": "0.3", "sampler.filter_groups": "true", "optimizer.mini_batch_size": "128"},
         ),
-        (["algorithm=grpo", "rollout.correction.weights=token"], ["rollout.correction.weights=token (grpo: null)"]),
+        (
+            "algorithm=rloo loss.objective=ppo advantage.kind=group_mean",
+            {"loss.objective": "ppo", "advantage.kind": "group_mean"},
+        ),
+        ("algorithm=grpo advantage.segments.kind=chain", {"advantage.segments": "a section"}),
+        ("algorithm=spo_chain advantage.segments=null", {"advantage.segments": "null"}),
+        (
+            "algorithm=spo_chain advantage.segments.mask=false advantage.segments.interval=1",
+            {"advantage.segments.mask": "false", "advantage.segments.interval": "1"},
+        ),
+        ("algorithm=grpo rollout.correction.weights=token", {"rollout.correction.weights": "token"}),
+        ("algorithm=cispo reward.parts=[{use:\xa0integer}]".replace("\xa0", " "), {}),
     ],
 )
-def test_where_a_row_is_silent_of_advantage_and_correction_it_means_the_defaults(
-    overrides: list[str], expected: list[str]
+def test_a_recipe_wins_over_its_algorithm_and_the_departures_are_listed(
+    overrides: str, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    assert departures(config_of(*overrides)) == expected
-
-
-@pytest.mark.parametrize("overrides", [["algorithm=sapo"], ["algorithm=rloo", "loss.overrides.aggregate=token-mean"]])
-def test_what_is_written_reads_back_equal(overrides: list[str], tmp_path: Path) -> None:
-    config = config_of(*overrides)
+    words = re.findall(r"\S+=(?:\[.*\]|\S+)", overrides)
+    config = config_of(*words)
+    found = dict(text.split(" (")[0].split("=", 1) for text in departures(config))
+    assert found == expected
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
     assert departures(load_config(path)) == departures(config)
 
 
-def test_sections_from_python_say_what_was_said_of_them() -> None:
+def test_sections_from_python_keep_what_was_set() -> None:
     config = Config(
         algorithm="dr_grpo",
         model=ModelConfig(tiny=TinyModelConfig()),
@@ -204,7 +195,7 @@ def test_sections_from_python_say_what_was_said_of_them() -> None:
     )
     assert (config.reward.correct, config.reward.incorrect, config.advantage.kind) == (1.0, -0.5, "group_mean")
     assert (config.reward.overlong.max_length, config.reward.overlong.soft_punishment) == (64, False)
-    assert departures(config) == ["reward.incorrect=-0.5 (dr_grpo: 0)"]
+    assert [text.split("=")[0] for text in departures(config)] == ["reward.incorrect"]
 
 
 def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:
@@ -213,44 +204,22 @@ def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:
     assert config_of("algorithm=gspo", parts).filter_on == "correctness"
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("DAPPO", "did you mean dapo"), ("dr-grpo", "did you mean dr_grpo"), ("7", "got 7")]
-)
-def test_an_unknown_name_is_one_line(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^algorithm: .*dapo, .*grpo, .*{name}") as caught:
+@pytest.mark.parametrize(("name", "near"), [("DAPPO", "dapo"), ("dr-grpo", "dr_grpo"), ("7", "7")])
+def test_an_unknown_name_is_refused_in_one_line(name: str, near: str) -> None:
+    with refused("algorithm") as caught:
         config_of(f"algorithm={name}")
-    assert hint in str(caught.value)
+    assert near in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["algorithm=grpo", "sampler.filter_on=reward"], "sampler.filter_on: requires sampler.filter_groups"),
-        (["algorithm=dr_grpo", "loss.reference=some/model"], "loss.reference: "),
-        (["algorithm=sapo", "loss.overrides.clip_high=0.3"], "clip_high has no meaning with surrogate 'sapo'"),
-        (["algorithm=top_entropy", "loss.overrides.kl_cov=[2e-4,1]"], "choose one"),
-        (["algorithm=rloo", "loss.overrides.ratio=sequence"], "surrogate 'reinforce' has no ratio"),
-    ],
-)
-def test_parts_that_contradict_each_other_are_refused_first(
-    overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for more in (["--dry-run"], []):
-        assert main(["train", str(write_recipe(tmp_path)), *overrides, *more]) == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "runs" / "small" / "model").exists()
-
-
-def test_a_run_says_its_algorithm_and_stays_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_logs_its_algorithm_and_stays_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, notes = write_recipe(tmp_path, steps=1, eval_every=0), Notes()
-    config = load_config(recipe, ["algorithm=grpo"])
-    folder = train(config, notes)
-    assert f"algorithm: grpo ({ALGORITHMS['grpo'].paper})" in notes.lines
-    assert "departures: optimizer.mini_batch_size=8 (grpo: null)" in notes.lines
-    assert main(["eval", str(folder)]) == 0
+    folder = train(load_config(recipe, ["algorithm=grpo"]), notes)
+    assert any(ALGORITHMS["grpo"].paper in line for line in notes.lines)
     assert main(["train", str(recipe), "algorithm=grpo", "--dry-run"]) == 0
-    assert "optimizer.mini_batch_size=8 (grpo: null)" in " ".join(capsys.readouterr().out.split())
+    departure = "optimizer.mini_batch_size=8"
+    assert any(departure in line for line in notes.lines)
+    assert departure in " ".join(capsys.readouterr().out.split())
     spelled = ["loss.objective=grpo", "sampler.filter_groups=false", "reward.overlong.soft_punishment=false"]
     (change,) = check_same_run(load_config(recipe, spelled), folder)
     assert change.key == "algorithm"  # a name; the run is the same
@@ -260,9 +229,9 @@ def test_a_run_says_its_algorithm_and_stays_that_run(tmp_path: Path, capsys: pyt
     assert {change.key for change in find_origin(fork)[1]} == {"algorithm", "loss.objective", "run.steps"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_recipes_are_dapo(path: Path) -> None:
-    config = load_config(path)
-    assert config.algorithm == "dapo"
-    assert not departures(config) or config.env is not None  # a call of a tool has no length to shape
-    assert resolve_objective(config) == OBJECTIVES["dapo"]
+def test_the_recipes_are_dapo() -> None:
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        config = load_config(path)
+        assert config.algorithm == "dapo", path
+        assert not departures(config) or config.env is not None, path  # a call of a tool has no length to shape
+        assert resolve_objective(config) == OBJECTIVES["dapo"], path

@@ -1,4 +1,4 @@
-"""Data: both schemas in both file types, what is dropped and counted, the cursor, the arithmetic split."""
+"""Data sets: which rows become which prompts, what is left out and counted, and the order of the prompts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from builders import CharTokenizer, make_config, make_prompt, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from dapo_runner.config import ArithmeticConfig, Config, ConfigError
+from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import (
     CONFLICTING,
     DUPLICATES,
     IN_HELDOUT,
     RECIPE_OPENING,
+    Dataset,
     PromptCursor,
     apply_template,
     load_data,
 )
-from dapo_runner.data.reading import read_problems
+from dapo_runner.data.reading import missing_data, read_problems
+from dapo_runner.preflight.needs import check_needs
+from dapo_runner.rewards.scoring import unmatchable_answers
+
+ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
+COLUMNS = {"prompt": "q", "answer": "a"}
+SYSTEM, LETTERED = (("system", "S"),), "?\nA. x\nB. y"
 
 
 def dapo_row(question: str, answer: Any, system: str | None = None) -> dict[str, Any]:
@@ -38,186 +46,302 @@ def gsm8k_row(question: str, answer: str) -> dict[str, str]:
     return {"question": question, "answer": f"Some steps <<1+1=2>>.\n#### {answer}"}
 
 
-def data_config(path: Path, max_prompt_tokens: int = 64, **values: Any) -> Config:
-    data = {"format": "auto", "path": path, "eval_size": 0, "template": "plain", **values}
-    rollout = {"group_size": 4, "max_prompt_tokens": max_prompt_tokens, "max_response_tokens": 64}
-    return make_config(data=data, rollout=rollout)
+def config_of(path: Path | str, rows: list[dict[str, Any]] | None = None, limit: int = 64, **data: Any) -> Config:
+    if rows is not None:
+        write_rows(path, rows)
+    sections = {
+        "data": {"format": "auto", "path": path, "eval_size": 0, **data},
+        "rollout": {"max_prompt_tokens": limit},
+    }
+    return make_config(optimizer={"token_budget": 4096}, **sections)
+
+
+def load(path: Path | str, rows: list[dict[str, Any]] | None = None, **data: Any) -> Dataset:
+    return load_data(config_of(path, rows, **data), CharTokenizer())
+
+
+def texts_of(dataset: Dataset) -> list[str]:
+    return [prompt.text for prompt in dataset.train]
+
+
+# Rows
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_dapo_schema(tmp_path: Path, suffix: str) -> None:
-    path = write_rows(tmp_path / f"d{suffix}", [dapo_row(" What? ", "34"), dapo_row("How?", "-1")])
-    dataset = load_data(data_config(path), CharTokenizer())
-    assert [(p.text, p.answer, p.source) for p in dataset.train] == [
-        ("What?", "34", "made-up"),
-        ("How?", "-1", "made-up"),
-    ]
-    assert dataset.train[1].token_ids == (0, *map(ord, "How?"))
+def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"d{suffix}"
+    dapo = load(path, [dapo_row(" What? ", "34"), dapo_row("How?", "-1")], template="plain").train
+    assert [(p.text, p.answer, p.source) for p in dapo] == [("What?", "34", "made-up"), ("How?", "-1", "made-up")]
+    assert dapo[1].token_ids == (0, *map(ord, "How?"))
+    gsm8k = load(path, [gsm8k_row("How many?", "1,234"), gsm8k_row("And?", "-5")], template="plain").train
+    assert [(p.text, p.answer) for p in gsm8k] == [("How many?", "1234"), ("And?", "-5")]
+    own = load(path, ROWS, columns={**COLUMNS, "source": "level"}).train  # the recipe's instruction is for mathematics
+    assert [(p.text, p.answer, p.source, p.row) for p in own[1:2]] == [("Why 1?", "1", "1", ROWS[1])]
+    unjudged = make_config(data={"format": "auto", "path": path, "columns": {"prompt": "q"}}, reward={"kind": "a:f"})
+    assert [problem.answer for problem in read_problems(path, columns=unjudged.data.columns)] == [""] * 4
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_gsm8k_schema(tmp_path: Path, suffix: str) -> None:
-    path = write_rows(tmp_path / f"g{suffix}", [gsm8k_row("How many?", "1,234"), gsm8k_row("And?", "-5")])
-    dataset = load_data(data_config(path), CharTokenizer())
-    assert [(p.text, p.answer) for p in dataset.train] == [("How many?", "1234"), ("And?", "-5")]
+@pytest.mark.parametrize(
+    ("row", "named", "context", "question", "answer"),
+    [
+        ({"q": " Hi ", "a": 5}, {}, SYSTEM, "Hi", "5"),
+        ({"q": [{"role": "user", "content": "Hi"}], "a": 0.5}, {}, SYSTEM, "Hi", "0.5"),
+        (
+            {"q": [{"role": "system", "content": "own"}, {"role": "user", "content": "Hi"}], "a": {"k": "é"}},
+            {},
+            (("system", "own"),),
+            "Hi",
+            '{"k": "é"}',
+        ),
+        (
+            {"q": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                   {"role": "user", "content": "c"}], "a": [1, "a"]},
+            {},
+            (("system", "S"), ("user", "a"), ("assistant", "b")),
+            "c",
+            '[1, "a"]',
+        ),
+        ({"q": "?", "o": ["x", "y"], "a": 1}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": "B"}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": "y"}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": {"text": ["x", "y"], "label": ["1", "2"]}, "a": "2"}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": 1}, {"choices": "o", "answer": None}, SYSTEM, LETTERED, ""),
+    ],
+)  # fmt: skip
+def test_a_row_becomes_a_problem(
+    tmp_path: Path, row: dict[str, Any], named: dict[str, Any], context: Any, question: str, answer: str
+) -> None:
+    path, columns = write_rows(tmp_path / "d.jsonl", [row]), ColumnsConfig.model_validate({**COLUMNS, **named})
+    (problem,) = read_problems(path, columns=columns, system="S")
+    assert (problem.context, problem.question, problem.answer) == (context, question, answer)
 
 
-def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
+    def answers(row: dict[str, Any], **columns: str) -> list[str]:
+        prompts = load(tmp_path / "d.jsonl", [row], columns={**COLUMNS, **columns}).train
+        unmatchable_answers(make_config(reward={"kind": "choice"}).reward, prompts)
+        return [prompt.answer for prompt in prompts]
+
+    row = {"q": "Which?", "o": ["x", "y"], "a": 1}
+    with refused("reward.kind"):
+        answers(row)
+    assert answers(row, choices="o") == ["B"]
+    assert answers({"q": "Which?", "a": "(B) y"}) == ["(B) y"]
+
+
+BAD_ROWS = [  # row, what the message has
+    ({"a": "1", "b": 2}, ["'q'", "a, b"]),
+    ({"q": "?"}, ["'a'", "q"]),
+    ({"q": "?", "a": None}, ["answer"]),
+    ({"q": "?", "a": " "}, ["answer"]),
+    ({"q": 3, "a": "1"}, ["prompt"]),
+    ({"q": [], "a": "1"}, ["prompt"]),
+    ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, ["prompt"]),
+    ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, ["user"]),
+    ({"q": "?", "a": "W", "o": ["x", "y"]}, ["'W'"]),
+    ({"q": "?", "a": "A", "o": ["x"]}, ["data.columns.choices=o"]),
+    ({"q": "?", "a": "A", "o": "x, y"}, ["data.columns.choices=o"]),
+    ({"text": 1}, ["{'text'"]),
+    ({"question": "a", "answer": "12"}, ["#### n"]),
+    ({"prompt": "a", "reward_model": {}}, ["ground_truth"]),
+    (dapo_row("a", ""), ["ground_truth"]),
+]
+
+
+@pytest.mark.parametrize(("row", "parts"), BAD_ROWS, ids=str)
+def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], parts: list[str]) -> None:
+    named = {"columns": {**COLUMNS, **({"choices": "o"} if "o" in row else {})}}
+    has_columns = row.keys() <= {"q", "a", "o", "b"}
+    good = {"q": "!", "a": "1", "o": ["1", "2"]} if has_columns else gsm8k_row("a", "1")
+    with refused("data.columns") as caught:
+        load(tmp_path / "d.jsonl", [good, row], **(named if has_columns else {}))
+    assert [part for part in ("d.jsonl", "row 2", *parts) if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d.json", ' [{"q": "Why?", "a": "1, 2"},\n {"q": "Wö\\n?", "a": "3"}]'),
+        ("d.json", '{"q": "Why?", "a": "1, 2"}\n{"q": "Wö\\n?", "a": "3"}\n'),
+        ("d.csv", '\ufeffq,a\r\nWhy?,"1, 2"\r\n"Wö\n?",3\r\n'),
+    ],
+)
+def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8", newline="")
+    assert missing_data(path) is None
+    prompts = load(path, columns=COLUMNS).train
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [("Why?", "1, 2"), ("Wö\n?", "3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("d.jsonl", "{oops", "line 1"),
+        ("d.jsonl", "[1]", "line 1"),
+        ("d.json", "[{", ""),
+        ("d.json", "[1]", ""),
+        ("d.csv", "q,a\n1,2,3\n", "line 2"),
+        ("d.csv", "q,a\n1\n", "line 2"),
+        ("d.csv", 'q,a\n"1,2\n', ""),
+        ("d.jsonl", "", "data.path"),
+        ("missing.jsonl", None, "data.path"),
+        ("d.txt", "q", "data.path"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | None, place: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / name, columns=COLUMNS)
+    assert place in str(caught.value)
+    assert name in str(caught.value) or content == ""
+
+
+@pytest.mark.parametrize("how", ["saved", "saved splits", "files"])
+def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder, rows = tmp_path / "set", datasets.Dataset.from_list(ROWS)
+    if how == "saved":
+        rows.save_to_disk(str(folder))
+    elif how == "saved splits":
+        datasets.DatasetDict({"train": rows.select([3]), "test": rows}).save_to_disk(str(folder))
+    else:
+        folder.mkdir()
+        write_rows(folder / "test.jsonl", ROWS)
+    assert missing_data(folder) is None
+    assert [prompt.row for prompt in load(folder, split="test", columns=COLUMNS).train] == ROWS
+    if how != "saved":
+        with pytest.raises(ConfigError, match="'dev'"):
+            load(folder, split="dev", columns=COLUMNS)
+
+
+def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def load_dataset(*arguments: object, **keywords: object) -> Any:
+        asked.append((arguments, keywords))
+        if arguments[0] == "no/such":
+            raise ConnectionError("offline")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert missing_data(Path("openai/gsm8k")) is None
+    assert len(load("openai/gsm8k", subset="main", split="test", columns=COLUMNS).train) == 4
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    with pytest.raises(ConfigError, match="no/such"):
+        load("no/such", columns=COLUMNS)
+    with refused("data.path"):
+        check_needs(config_of("no/such/folder", columns=COLUMNS))
+
+
+# What is left out
+
+
+def test_repeated_conflicting_and_long_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [dapo_row("a b", "1"), dapo_row("a  b\n", "1"), dapo_row("c", "2"), dapo_row("a b", 1)]
-    dataset = load_data(data_config(write_rows(tmp_path / "d.jsonl", rows)), CharTokenizer())
-    assert [p.text for p in dataset.train] == ["a b", "c"]
-    assert (dataset.report["rows"], dataset.report[DUPLICATES]) == (4, 2)
+    rows += [dapo_row("d", "1"), dapo_row("d", "2"), dapo_row("d", "1")]
+    rows += [dapo_row("x" * 19, "1"), dapo_row("y" * 20, "1")]  # one token more for the beginning
+    config = config_of(tmp_path / "d.jsonl", rows, limit=20, template="plain")
+    dataset = load_data(config, CharTokenizer())
+    assert texts_of(dataset) == ["a b", "c", "x" * 19]
+    report = dataset.report
+    assert (report["rows"], report[DUPLICATES], report[CONFLICTING]) == (9, 2, 3)
+    assert report["longer than rollout.max_prompt_tokens"] == 1
+    assert report.total() == 2 * report["rows"]
+    assert f"3 {CONFLICTING}" in report.describe()
 
 
 @pytest.mark.parametrize("order", ["each at a time", "over and over"])
 def test_a_limit_counts_problems_not_rows(tmp_path: Path, order: str) -> None:
     """The hub's copy of DAPO-Math-17k repeats every row some hundred times."""
     names = [f"q{i}" for i in range(30)]
-    repeated = [name for name in names for _ in range(100)] if order == "each at a time" else names * 100
-    path = write_rows(tmp_path / "d.jsonl", [dapo_row(name, "1") for name in repeated])
-    dataset = load_data(data_config(path, limit=10), CharTokenizer())
-    assert [p.text for p in dataset.train] == names[:10]
-    report = dataset.report
-    assert report["rows"] == report[DUPLICATES] + report["train"]  # what was read, which is not the whole file
-    assert len(load_data(data_config(path, limit=31), CharTokenizer()).train) == 30
+    repeated = [name for name in names for _ in range(20)] if order == "each at a time" else names * 20
+    rows = [dapo_row("a", "1"), dapo_row("a", "2"), *(dapo_row(name, "1") for name in repeated)]  # a: conflicting
+    dataset = load(tmp_path / "d.jsonl", rows, limit=64, template="plain")
+    assert texts_of(dataset) == names
+    config = config_of(tmp_path / "d.jsonl", template="plain")
+    few = load_data(config.model_copy(update={"data": config.data.model_copy(update={"limit": 10})}), CharTokenizer())
+    assert texts_of(few) == names[:10]
+    report = few.report
+    assert report["rows"] == report[DUPLICATES] + report[CONFLICTING] + 10  # what was read: not the whole file
 
 
-def test_a_problem_that_conflicts_does_not_count_within_the_limit(tmp_path: Path) -> None:
-    rows = [dapo_row("a", "1"), dapo_row("a", "2"), *(dapo_row(name, "1") for name in "bbccdd")]
-    config = data_config(write_rows(tmp_path / "d.jsonl", rows), limit=2)
-    assert [p.text for p in load_data(config, CharTokenizer()).train] == ["b", "c"]
-
-
-def test_conflicting_answers(tmp_path: Path) -> None:
-    rows = [dapo_row("a", "1"), dapo_row("a", "2"), dapo_row("c", "2"), dapo_row("a", "1")]
-    dataset = load_data(data_config(write_rows(tmp_path / "d.jsonl", rows)), CharTokenizer())
-    assert [(p.text, p.answer) for p in dataset.train] == [("c", "2")]
-    assert dataset.report[CONFLICTING] == 3
-    assert f"3 {CONFLICTING}" in dataset.report.describe()
-
-
-def test_long_prompts_are_counted(tmp_path: Path) -> None:
-    rows = [dapo_row("x" * 19, "1"), dapo_row("y" * 20, "1")]  # one token more for the beginning
-    path = write_rows(tmp_path / "d.jsonl", rows)
-    dataset = load_data(data_config(path, max_prompt_tokens=20), CharTokenizer())
-    assert [p.text for p in dataset.train] == ["x" * 19]
-    assert dataset.report["longer than rollout.max_prompt_tokens"] == 1
-
-
-def test_evaluation_file_never_trains(tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "t.jsonl", [dapo_row(name, "1") for name in "abcd"])
-    heldout = write_rows(tmp_path / "e.parquet", [gsm8k_row(name, "1") for name in "dcxyz"])
-    dataset = load_data(data_config(train, eval={"own": {"path": heldout, "limit": 3}}), CharTokenizer())
-    assert [p.text for p in dataset.heldout] == ["d", "c", "x"]
-    assert [p.text for p in dataset.train] == ["a", "b"]
-    report = dataset.report
-    assert (report["rows"], report[IN_HELDOUT]) == (7, 2)
-    assert report.total() == 2 * report["rows"]
-
-
-def test_a_row_that_renders_to_a_heldout_prompt_is_not_trained_on(tmp_path: Path) -> None:
-    """The training file carries the recipe's instruction already, the evaluation file gets it from the template."""
+def test_heldout_problems_never_train(tmp_path: Path) -> None:
+    """Here both files have some, and the training file carries the recipe's instruction already."""
     wrapped = [dapo_row(apply_template("dapo", f"{i} + {i}?"), str(2 * i)) for i in range(8)]
-    train = write_rows(tmp_path / "t.jsonl", wrapped)
-    heldout = write_rows(tmp_path / "e.jsonl", [gsm8k_row(f"{i}  + {i}?", str(2 * i)) for i in range(5)])
-    data = {"format": "auto", "path": train, "eval": {"own": {"path": heldout}}, "template": "dapo"}
-    config = make_config(data=data, rollout={"max_prompt_tokens": 1000}, optimizer={"token_budget": 2048})
+    one = write_rows(tmp_path / "e.jsonl", [gsm8k_row(f"{i}  + {i}?", str(2 * i)) for i in range(5)])
+    two = write_rows(tmp_path / "o.parquet", [{"q": f"{i} + {i}?", "a": f"{2 * i}"} for i in (5, 5, 9, 11)])
+    sets = {"gsm": {"path": one, "limit": 4}, "own": {"path": two, "columns": COLUMNS}}
+    config = config_of(tmp_path / "t.jsonl", wrapped, limit=1000, eval=sets, template="dapo")
     dataset = load_data(config, CharTokenizer())
-    assert [p.answer for p in dataset.heldout] == ["0", "2", "4", "6", "8"]
-    assert [p.answer for p in dataset.train] == ["10", "12", "14"]
-    assert (dataset.report[IN_HELDOUT], dataset.report["rows"]) == (5, 13)
+    heldout = [(prompt.eval_set, prompt.answer) for prompt in dataset.heldout]
+    assert heldout == [*(("gsm", str(2 * i)) for i in range(4)), ("own", "10"), ("own", "18"), ("own", "22")]
+    assert [prompt.answer for prompt in dataset.train] == ["8", "12", "14"]
+    report = dataset.report
+    assert (report["rows"], report[IN_HELDOUT], report[DUPLICATES]) == (16, 5, 1)
+    assert report.total() == 2 * report["rows"]
+    with refused("data.eval.own.path"):
+        check_needs(config_of(tmp_path / "t.jsonl", eval={"own": {"path": "nowhere.jsonl"}}))
 
 
-def test_heldout_is_cut_from_the_training_file(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "t.jsonl", [dapo_row(f"q{i}", str(i)) for i in range(50)])
-    one = load_data(data_config(path, eval_size=10), CharTokenizer())
-    assert len(one.heldout) == 10
-    assert len(one.train) == 40
-    assert not {p.id for p in one.heldout} & {p.id for p in one.train}
-    two = load_data(data_config(path, eval_size=10), CharTokenizer())
+def test_heldout_problems_are_cut_from_the_training_file(tmp_path: Path) -> None:
+    rows = [dapo_row(f"q{i}", str(i)) for i in range(50)]
+    one, two = (load(tmp_path / "t.jsonl", rows, eval_size=10, template="plain") for _ in range(2))
+    assert (len(one.train), len(one.heldout)) == (40, 10)
+    assert {p.id for p in one.heldout}.isdisjoint(p.id for p in one.train)
     assert two.heldout == one.heldout
     with refused("data.eval_size"):
-        load_data(data_config(path, eval_size=50), CharTokenizer())
+        load(tmp_path / "t.jsonl", rows, eval_size=50)
 
 
-def test_chat_template_is_used_once(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "d.jsonl", [dapo_row("Why?", "1", system="Be brief.")])
-    chat = load_data(data_config(path), CharTokenizer("yes")).train[0]
+def test_templates(tmp_path: Path) -> None:
+    rows = [dapo_row("Why?", "1", system="Be brief.")]
+
+    def prompt(tokenizer: CharTokenizer, **data: Any) -> Any:
+        return load_data(config_of(tmp_path / "d.jsonl", rows, template="plain", **data), tokenizer).train[0]
+
+    chat = prompt(CharTokenizer("yes"))
     assert chat.text == "<system>Be brief.<user>Why?<assistant>"
     assert chat.token_ids == tuple(map(ord, chat.text))  # no second beginning-of-sequence token
-    never = load_data(data_config(path, chat_template="never"), CharTokenizer("yes")).train[0]
-    assert never.text == "Be brief.\n\nWhy?"
-    with pytest.raises(ConfigError, match="chat template"):
-        load_data(data_config(path, chat_template="always"), CharTokenizer())
-
-
-def test_templates() -> None:
+    assert prompt(CharTokenizer("yes"), chat_template="never").text == "Be brief.\n\nWhy?"
+    with refused("data.chat_template"):
+        prompt(CharTokenizer(), chat_template="always")
     wrapped = apply_template("dapo", r"Find \frac{a}{b}.")
     assert wrapped.startswith(RECIPE_OPENING)
     assert r"Find \frac{a}{b}." in wrapped
     assert apply_template("dapo", wrapped) == wrapped
-    assert apply_template("plain", "q") == "q"
     assert apply_template("{question}={x}", "1+1") == "1+1={x}"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "parts"),
-    [
-        ("d.jsonl", "{oops", ["d.jsonl, line 1"]),
-        ("d.jsonl", "[1]", ["line 1", "expected a JSON object"]),
-        ("d.jsonl", '{"text": 1}', ["row 1", "data.columns", "got {'text'"]),
-        ("d.jsonl", '{"question": "a", "answer": "12"}', ["row 1", "#### n"]),
-        ("d.jsonl", '{"prompt": "a", "reward_model": {}}', ["row 1", "ground_truth"]),
-        ("d.jsonl", json.dumps(dapo_row("a", "")), ["row 1", "ground_truth"]),
-        ("d.csv", "a,b\n1,2", ["d.csv", "row 1"]),
-        ("d.jsonl", "", ["data.path"]),
-        ("missing.jsonl", None, ["nothing at"]),
-    ],
-)
-def test_bad_files_are_explained(tmp_path: Path, name: str, content: str | None, parts: list[str]) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError) as caught:
-        load_data(data_config(tmp_path / name), CharTokenizer())
-    for part in parts:
-        assert part in str(caught.value)
+# The order of prompts
 
 
-def test_a_bad_row_is_named_by_its_number(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "d.jsonl", [gsm8k_row("a", "1"), {"question": "b", "answer": None}])
-    with pytest.raises(ConfigError, match="row 2"):
-        list(read_problems(path))
-
-
-def test_cursor_walks_whole_epochs_in_new_orders() -> None:
-    prompts = [make_prompt(f"p{i}") for i in range(7)]
-    cursor = PromptCursor(prompts, seed=1)
-    ids = [prompt.id for prompt in cursor.take(4) + cursor.take(5) + cursor.take(5)]
-    assert sorted(ids[:7]) == sorted(ids[7:]) == [f"p{i}" for i in range(7)]
-    assert ids[:7] != ids[7:]
-    assert [p.id for p in PromptCursor(prompts, seed=1).take(14)] == ids
-    assert [p.id for p in PromptCursor(prompts, seed=2).take(14)] != ids
-    assert len(cursor.take(100)) == 100
-
-
-@given(before=st.integers(0, 40), after=st.integers(1, 40))
-def test_cursor_resumes_where_it_was(before: int, after: int) -> None:
-    prompts = [make_prompt(f"p{i}") for i in range(9)]
-    cursor = PromptCursor(prompts, seed=3)
-    cursor.take(before)
+@given(before=st.integers(0, 40), after=st.integers(1, 40), n=st.integers(1, 9), seed=st.integers(0, 3))
+def test_a_cursor_walks_whole_epochs_and_resumes_where_it_was(before: int, after: int, n: int, seed: int) -> None:
+    prompts = [make_prompt(f"p{i}") for i in range(n)]
+    cursor, other = PromptCursor(prompts, seed), PromptCursor(prompts, seed)
+    taken = cursor.take(before)
     state = json.loads(json.dumps(cursor.state_dict()))
-    expected = cursor.take(after)
-    resumed = PromptCursor(prompts, seed=3)
-    resumed.load_state_dict(state)
-    assert resumed.take(after) == expected
+    taken += cursor.take(after)
+    for start in range(0, before + after - n + 1, n):
+        assert sorted(prompt.id for prompt in taken[start : start + n]) == sorted(prompt.id for prompt in prompts)
+    other.load_state_dict(state)
+    assert other.take(after) == taken[before:]
 
 
-def test_cursor_refuses_other_data() -> None:
-    state = PromptCursor([make_prompt("a")], seed=0).state_dict()
-    with pytest.raises(ValueError, match="data"):
-        PromptCursor([make_prompt("b")], seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed"):
-        PromptCursor([make_prompt("a")], seed=1).load_state_dict(state)
+def test_every_epoch_and_every_seed_has_another_order_and_other_data_are_refused() -> None:
+    prompts = [make_prompt(f"p{i}") for i in range(9)]
+    first, second, other = (PromptCursor(prompts, seed).take(18) for seed in (1, 1, 2))
+    assert first == second != other
+    assert first[:9] != first[9:]
+    state = PromptCursor(prompts, seed=0, heldout=[make_prompt("a")]).state_dict()
+    for changed, seed, heldout in ((prompts[1:], 0, "a"), (prompts, 1, "a"), (prompts, 0, "b")):
+        with pytest.raises(ConfigError, match="seed" if seed else "data"):
+            PromptCursor(changed, seed, [make_prompt(heldout)]).load_state_dict(state)
+
+
+# Arithmetic
 
 
 @pytest.mark.parametrize(
@@ -229,42 +353,35 @@ def test_arithmetic_answers(operator: str, operands: tuple[int, ...], question: 
     assert (problem.question, problem.answer) == (question, answer)
 
 
-@pytest.mark.parametrize("operators", [["+"], ["+", "-", "*"]])
-def test_arithmetic_split_cannot_overlap(operators: list[str]) -> None:
-    config = ArithmeticConfig.model_validate({"operators": operators, "train_size": 3000})
-    train, heldout = split_problems(config, 500)
-    assert (len(train), len(heldout)) == (3000, 500)
-    assert len({p.question for p in train + heldout}) == 3500
-    assert not {p.key for p in heldout} & {p.key for p in train}
-    assert {p.operator for p in heldout} == set(operators)
-    assert split_problems(config, 500) == (train, heldout)
-
-
-def test_arithmetic_knows_its_limits() -> None:
-    config = ArithmeticConfig(max_digits=1, train_size=90)
-    with pytest.raises(ConfigError, match="digits"):
-        split_problems(config, 10)
-    low = ArithmeticConfig(min_digits=2, max_digits=2, train_size=200)
-    assert min(min(p.operands) for p in split_problems(low, 10)[0]) >= 10
-    wide = ArithmeticConfig(operands=2, max_digits=9, train_size=20)
-    assert len(split_problems(wide, 10)[0]) == 20
-
-
-def test_even_digits_are_even() -> None:
-    config = ArithmeticConfig(operands=3, max_digits=3, even_digits=True, train_size=3000)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"operators": ["+"], "train_size": 3000},
+        {"operators": ["+", "-", "*"], "train_size": 3000},
+        {"operands": 3, "max_digits": 3, "even_digits": True, "train_size": 3000},
+        {"min_digits": 2, "max_digits": 2, "train_size": 200},
+        {"max_digits": 9, "train_size": 20},
+    ],
+)
+def test_arithmetic_splits_do_not_overlap(settings: dict[str, Any]) -> None:
+    config = ArithmeticConfig.model_validate(settings)
     train, heldout = split_problems(config, 100)
+    assert (len(set(train)), len(set(heldout))) == (config.train_size, 100)
+    assert {problem.key for problem in heldout}.isdisjoint(problem.key for problem in train)
+    assert {problem.operator for problem in heldout} == set(config.operators)
     lengths = Counter(len(str(operand)) for problem in train for operand in problem.operands)
-    assert all(0.3 < lengths[n] / lengths.total() < 0.36 for n in (1, 2, 3))  # 3 in 1000 have one digit otherwise
-    assert len(set(train)) == 3000
-    assert not {problem.key for problem in train} & {problem.key for problem in heldout}
-    with refused("data.arithmetic"):
-        split_problems(ArithmeticConfig(max_digits=1, even_digits=True, train_size=101), 256)
+    assert set(lengths) <= set(range(config.min_digits, config.max_digits + 1))
+    if config.even_digits:  # 3 in 1000 have one digit otherwise
+        assert all(0.3 < n / lengths.total() < 0.36 for n in lengths.values())
+    assert split_problems(config, 100) == (train, heldout)
 
 
-def test_arithmetic_becomes_prompts() -> None:
+def test_arithmetic_is_finite_and_becomes_prompts() -> None:
+    for settings, heldout in (({"train_size": 90}, 10), ({"even_digits": True, "train_size": 101}, 256)):
+        with refused("data.arithmetic"):
+            split_problems(ArithmeticConfig(max_digits=1, **settings), heldout)
     config = make_config(data={"template": "{question}=", "arithmetic": {"train_size": 20}, "eval_size": 5})
     dataset = load_data(config, CharTokenizer())
     assert (len(dataset.train), len(dataset.heldout)) == (20, 5)
-    first = dataset.train[0]
-    left, right = first.text.removesuffix("=").split("+")
-    assert int(left) + int(right) == int(first.answer)
+    left, right = dataset.train[0].text.removesuffix("=").split("+")
+    assert int(left) + int(right) == int(dataset.train[0].answer)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from builders import CharTokenizer, make_completion, make_config
 from refusals import refused
+from small import write_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ConfigError
+from dapo_runner.config import Config
 from dapo_runner.data.dataset import DUPLICATES, IN_HELDOUT, Dataset, load_data
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
@@ -34,42 +34,35 @@ def load(*tasks: dict[str, Any], **data: Any) -> Dataset:
 
 
 def score(prompt: Prompt, *texts: str, **reward: Any) -> tuple[Sample, ...]:
-    scorer = Scorer(config_of(SUMS, reward=reward), shaped=False)
+    scorer = Scorer(config_of(SUMS, reward={"workers": 1, "deadline": 60.0, **reward}), shaped=False)
     (group,) = scorer([prompt], [[make_completion(text=text) for text in texts]])
-    assert group is not None
     return group.samples
 
 
-def test_problems_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_the_same_in_every_process_by_weight_and_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for seed in "12":
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found.append(load(SUMS, SETS, limit=20, eval_size=6))
-    assert found[0].train == found[1].train
-    assert found[0].heldout == found[1].heldout
-
-
-def test_heldout_problems_never_train_and_every_row_is_counted() -> None:
-    dataset = load(SUMS, limit=120, eval_size=30)
-    train, heldout = (
-        [json.loads(prompt.row["task"])["index"] for prompt in p] for p in (dataset.train, dataset.heldout)
-    )
-    assert max(heldout) < 30 <= min(train)
-    assert {prompt.text for prompt in dataset.train}.isdisjoint(prompt.text for prompt in dataset.heldout)
-    report = dataset.report
-    assert report["rows"] == 150 == sum(report.values()) - report["rows"]
+        found.append(load({**SUMS, "weight": 3}, SETS, limit=120, eval_size=40))
+    one, two = found
+    assert (one.train, one.heldout) == (two.train, two.heldout)
+    assert {prompt.text for prompt in one.train}.isdisjoint(prompt.text for prompt in one.heldout)
+    tasks = [[json.loads(prompt.row["task"]) for prompt in prompts] for prompts in (one.train, one.heldout)]
+    train, heldout = ([task["index"] for task in part if task["name"] == "chain_sum"] for part in tasks)
+    assert max(heldout) < 30 <= min(train) < max(train) < 120
+    assert sum(task["name"] == SETS["name"] for part in tasks for task in part) == 40
+    report = one.report
+    assert report["rows"] == 160 == sum(report.values()) - report["rows"]
     assert min(report[IN_HELDOUT], report[DUPLICATES]) > 0
-    assert (report["train"], report["heldout"]) == (len(dataset.train), len(dataset.heldout))
+    assert (report["train"], report["heldout"]) == (len(one.train), len(one.heldout))
 
 
-def test_weights_are_shares() -> None:
-    dataset = load({"name": "countdown", "weight": 3}, {"name": "gcd"}, limit=40, eval_size=8)
-    for prompts, n in ((dataset.train, 40), (dataset.heldout, 8)):
-        assert [sum(prompt.source == name for prompt in prompts) for name in ("countdown", "gcd")] == [3 * n / 4, n / 4]
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return load({"name": "countdown"}, limit=2, eval_size=1).train[0]
 
 
-def test_scores_are_those_of_reasoning_gym() -> None:
-    prompt = load({"name": "countdown"}, limit=2, eval_size=1).train[0]
+def test_scores_are_those_of_reasoning_gym(prompt: Prompt) -> None:
     task = json.loads(prompt.row["task"])
     data = reasoning_gym.create_dataset(task["name"], **task["config"])
     answers = [prompt.answer, "1", "no", f"({prompt.answer})"]
@@ -81,8 +74,7 @@ def test_scores_are_those_of_reasoning_gym() -> None:
         assert [sample.correct for sample in samples] == [True, False, False, True]
 
 
-def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
-    prompt = load({"name": "countdown"}, limit=2, eval_size=1).train[0]
+def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path) -> None:
     secret, made = tmp_path / "secret", tmp_path / "made"
     secret.write_text("1")
     programs = [
@@ -96,52 +88,38 @@ def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
         "exec('import os\\nfor n in range(64):\\n try: os.write(n, b\"{}\\\\n\")\\n except OSError: pass')",
         "exec('import reasoning_gym.games.countdown as c; c.CountdownDataset.score_answer = lambda *_: 1.0')",
     ]
-    *hostile, honest, wrong = score(prompt, *programs, prompt.answer, "1", workers=1)
+    *hostile, honest, wrong = score(prompt, *programs, prompt.answer, "1")
     assert not made.exists()
     assert not any(sample.correct for sample in (*hostile, wrong))
     assert honest.correct
-    (slow, after) = score(prompt, "9**9**9**9", prompt.answer, workers=1, deadline=5.0)
+    (slow, after) = score(prompt, "9**9**9**9", prompt.answer, deadline=5.0)
     assert (slow.verdict.rule, after.correct) == ("timeout", True)
 
 
 @pytest.mark.parametrize(
-    ("task", "key"),
+    ("task", "key", "part"),
     [
-        ({"name": "countdwn"}, r"data\.reasoning_gym\.0\.name.*countdown"),
-        ({"name": "countdown", "config": {"numbers": 3}}, r"data\.reasoning_gym\.0\.config.*numbers"),
-        ({"name": "countdown", "config": {"min_numbers": 1}}, r"data\.reasoning_gym\.0\.config.*min_numbers"),
-        ({"name": "countdown", "config": {"size": 3}}, r"data\.reasoning_gym\.0\.config"),
+        ({"name": "countdwn"}, "data.reasoning_gym.0.name", "countdown"),
+        ({"name": "countdown", "config": {"min_numbers": 1}}, "data.reasoning_gym.0.config", "min_numbers"),
     ],
 )
-def test_a_wrong_task_is_refused(task: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
+def test_a_wrong_task_is_refused(task: dict[str, Any], key: str, part: str) -> None:
+    with refused(key) as caught:
         load(task, limit=4, eval_size=1)
+    assert part in str(caught.value)
 
 
 def test_the_reward_is_that_of_the_tasks() -> None:
     assert config_of(SUMS).reward.kind == "reasoning_gym"
     assert config_of(SUMS, reward={"kind": "integer"}).reward.kind == "integer"
-    with refused("data.reasoning_gym"):
-        make_config(reward={"kind": "reasoning_gym"})
 
 
-def test_a_run_and_its_resumption(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = {
-        "run": {"name": "gym", "eval_every": 1},
-        "model": {"path": str(model_folder), "dtype": "float32"},
-        "data": {"reasoning_gym": [SUMS, {"name": "spell_backward"}], "limit": 24, "eval_size": 4},
-        "rollout": {"group_size": 2, "max_prompt_tokens": 248, "max_response_tokens": 8},
-        "sampler": {"prompts_per_step": 2, "filter_groups": False},
-        "reward": {"overlong": {"soft_punishment": False}, "workers": 1},
-        "optimizer": {"warmup_steps": 0, "mini_batch_size": 4, "token_budget": 512},
-        "evaluation": {"k": 1},
-    }
-    (tmp_path / "gym.yaml").write_text(yaml.safe_dump(recipe))
-    for steps, seed in ((1, "1"), (2, "2")):
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        assert main(["train", "gym.yaml", f"run.steps={steps}"]) == 0
-    events = read_log(tmp_path / "runs" / "gym" / "metrics.jsonl")
-    assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2]
-    evaluated = [event for event in events if event["kind"] == "eval"]
-    assert "eval/spell_backward/avg@1" in evaluated[-1]
+def test_a_run(tmp_path: Path, model_folder: Path) -> None:
+    recipe = str(write_recipe(tmp_path, steps=1))
+    data = "data={reasoning_gym: [{name: chain_sum, config: {max_terms: 2, max_digits: 1}}], limit: 8, eval_size: 2}"
+    model = f"model={{path: {model_folder}, dtype: float32}}"
+    sizes = ["rollout.max_prompt_tokens=240", "optimizer.token_budget=512", "reward.workers=1"]
+    assert main(["train", recipe, model, data, *sizes, "sampler.filter_groups=false", "run.eval_every=0"]) == 0
+    events = read_log(tmp_path / "runs" / "small" / "metrics.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "step"] == [1]
+    assert "eval/avg@2" in events[-1]

@@ -269,14 +269,16 @@ def test_a_key_goes_to_its_url_and_is_never_shown(monkeypatch: pytest.MonkeyPatc
 def test_both_words_are_tried_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def reply(body: dict[str, Any]) -> dict[str, Any]:
         is_first = asked(body, "response") == "Answer: 2"
-        return says("YES", YES=0.9) if is_first else says(words[0], **{words[0]: 0.9, "YES": 0.1})
+        return says("YES", YES=0.9) if is_first else says(word, **{word: 0.9, "YES": 0.1})
 
     recipe = [str(write_recipe(tmp_path)), "reward.kind=judge", "reward.judge.model=m"]
     with FakeAPI(reply) as api:
         url = f"reward.judge.url={api.url}"
-        for words, code in ((["N"], 2), (["NO"], 0)):
-            assert main(["train", *recipe, url, "--dry-run"]) == code
-            assert ("reward.judge: " in capsys.readouterr().err) == (code == 2)
+        word = "N"
+        assert main(["train", *recipe, url, "--dry-run"]) == 2
+        assert "reward.judge: " in capsys.readouterr().err
+        word = "NO"
+        assert main(["train", *recipe, url, "--dry-run"]) == 0
     for more in (["--dry-run"], []):  # now nobody is there
         assert main(["train", *recipe, url, *more]) == 2
         assert "127.0.0.1" in capsys.readouterr().err

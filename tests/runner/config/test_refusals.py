@@ -1,0 +1,230 @@
+"""What a configuration is refused for: the message names the setting and what it got."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_config
+from refusals import refused
+from test_config import load
+
+from dapo_runner.algorithms.objective import resolve_objective, uses_reference
+from dapo_runner.config import Config, ConvertConfig, SftConfig, StudyConfig, load_config
+from dapo_runner.config.reading import every_key, section_of
+from dapo_runner.config.section import Section, conditions_of
+from dapo_runner.errors import ConfigError
+
+GAE = "advantage.kind=gae critic={}"
+CHAIN, TREE = "advantage.segments.kind=chain", "advantage.segments.kind=tree"
+PAIRS = "preference={} advantage.kind=group_std"
+VLLM, SERVER = "rollout.engine=vllm", "rollout.engine=server"
+REFUSED = [  # overrides, the setting that is named, what else the message has
+    ("optimizer.lrr=1", "optimizer.lrr", "'lr'", "warmup_steps"),
+    ("optimiser.lr=1", "optimiser", "'optimizer'", "evaluation"),
+    ("model.tiny.layer=3", "model.tiny.layer", "'layers'"),
+    ("clip_high=3", "clip_high", "'loss.overrides.clip_high'"),
+    ("optimizer.lr=fast", "optimizer.lr", "'fast'"),
+    ("optimizer.lr=0", "optimizer.lr", "0"),
+    ("optimizer.lr=-1", "optimizer.lr", "-1"),
+    ("optimizer.lr=.nan", "optimizer.lr", "nan"),
+    ("rollout.group_size=25e-1", "rollout.group_size", "2.5"),
+    ("run.steps=1e3x", "run.steps", "'1e3x'"),
+    ("run.steps=off", "run.steps", "'off'"),
+    ("run.steps=1e999", "run.steps", "inf"),
+    ("run.from=here", "run.from", "RUN@STEP"),
+    ("run.early_stop={patience: null}", "run.early_stop.patience", "target"),
+    ("run.early_stop={target: 1} data={format: auto, path: x, eval_size: 0}", "data.eval_size", "run.early_stop"),
+    ("logging.progress=no", "logging.progress", "'off'", "'no'"),
+    ("model.path=x", "model.path", "tiny"),
+    ("model.tiny.heads=3", "model.tiny.heads", "3"),
+    ("data.path=x.jsonl", "data.path", "data.format"),
+    ("data.format=csv", "data.format", "'gsm8k'", "'csv'"),
+    ("data.format=auto", "data.path", ".jsonl", "null"),
+    ("data.template=solve", "data.template", "{question}", "solve"),
+    ("data.arithmetic.min_digits=3", "data.arithmetic.min_digits", "max_digits=2"),
+    ("data.arithmetic.operands=7 data.arithmetic.max_digits=3", "data.arithmetic.max_digits", "operands=7"),
+    ("data={format: auto, path: x, eval: {a/b: {path: x}}}", "data.eval.a/b"),
+    ("data={format: auto, path: x, eval: {a: {pth: x}}}", "data.eval.a.pth", "'path'"),
+    ("data={format: dapo, path: x, columns: {prompt: q}}", "data.columns", "data.format=auto"),
+    ("data={format: auto, path: x, columns: {answer: a}}", "data.columns.prompt"),
+    ("data={format: auto, path: x, columns: {prompt: q}}", "data.columns.answer", "dapo"),
+    ("data={format: auto, reasoning_gym: [{name: a}], columns: {prompt: q}}", "data.columns", "reasoning_gym"),
+    ("data={format: auto, reasoning_gym: [{name: a, config: {size: 3}}]}", "data.reasoning_gym.0.config", "size"),
+    ("reward.kind=reasoning_gym", "data.reasoning_gym"),
+    ("reward.kind=magic", "reward.kind", "module:function", "magic"),
+    ("reward.correct=-1", "reward.correct", "incorrect=-1"),
+    ("reward.parts=[{use: magic}]", "reward.parts.0.use", "magic"),
+    ("reward.parts=[{use: 'a:f'}, {use: 'b:f'}]", "reward.parts", "f, f"),
+    ("reward.parts=[{use: 'a:f'}] reward.kind=math", "reward.kind", "reward.parts"),
+    ("reward.parts=[{use: 'a:f', wieght: 1}]", "reward.parts.0.wieght", "'weight'"),
+    ("reward.calls.max_failed=1.0", "reward.calls.max_failed"),
+    ("reward.overlong.cache_length=64", "reward.overlong.cache_length", "L_max=64", "soft_punishment=false"),
+    ("reward.overlong.max_length=65", "reward.overlong.max_length", "64", "65"),
+    ("reward.kl.coef=0.1", "reward.kl", "advantage.kind"),
+    (f"{GAE} reward.kl.coef=0.1 loss.old_logprobs=rollout", "reward.kl", "loss.old_logprobs"),
+    ("reward={kind: judge, judge: {model: m, votes: 3}}", "reward.judge.votes", "reward.judge.url"),
+    ("reward={kind: judge, judge: {model: m, options: {top_k: 1}}}", "reward.judge.options", "reward.judge.url"),
+    ("reward={kind: judge, judge: {model: m, url: x}}", "reward.judge.url", "x"),
+    ("reward={kind: judge, judge: {model: m, template: '{response}?'}}", "reward.judge.template", "{reference}"),
+    ("reward={kind: judge, judge: {model: m, answers: ['Yes', 'yes']}}", "reward.judge.answers", "Yes"),
+    ("reward={kind: judge, judge: {modle: m}}", "reward.judge.modle", "'model'"),
+    ("sampler.filter_on=rewards", "sampler.filter_on", "'correctness'", "'reward'"),
+    ("sampler.filter_on=reward sampler.filter_groups=false", "sampler.filter_on", "sampler.filter_groups"),
+    ("algorithm=grpo sampler.filter_on=reward", "sampler.filter_on", "sampler.filter_groups"),
+    ("sampler.oversample=2", "sampler.oversample", "rollout.engine=server"),
+    (f"{SERVER} sampler.max_age=0 rollout.max_staleness=1 rollout.correction.weights=token", "sampler.max_age", "1"),
+    ("optimizer.mini_batch_size=100", "optimizer.mini_batch_size", "512", "100"),
+    ("optimizer.token_budget=94", "optimizer.token_budget", "95", "94"),
+    ("optimizer.schedule=cosine run.steps=3", "optimizer.warmup_steps", "3", "20"),
+    ("rollout.group_size=1", "rollout.group_size", "1"),
+    (f"{GAE} rollout.group_size=1", "rollout.group_size", "sampler.filter_groups"),
+    (f"{PAIRS} preference.pairs_per_group=9", "rollout.group_size", "18", "16"),
+    (f"{VLLM} run.device=cuda:1", "run.device", "cuda:1"),
+    (f"{VLLM} rollout.temperature=1e-6", "rollout.temperature", "1e-06"),
+    (f"{VLLM} evaluation.temperature=2.1", "evaluation.temperature", "2.1"),
+    (f"{SERVER} rollout.max_batch_sequences=31", "rollout.max_batch_sequences", "32", "31"),
+    (f"{SERVER} rollout.server.urls=[ftp://a]", "rollout.server.urls", "ftp://a"),
+    (f"{SERVER} rollout.server.urls=[http://a:1/x]", "rollout.server.urls", "http://a:1/x"),
+    (f"{SERVER} rollout.server.urls=[http://a, http://A:80/]", "rollout.server.urls", "http://A:80/"),
+    (f"{SERVER} rollout.sampling_mask=true rollout.top_p=0.9", "rollout.sampling_mask", "rollout.engine"),
+    (f"{VLLM} rollout.sampling_mask=true rollout.top_p=0.9", "rollout.top_k", "rollout.sampling_mask"),
+    ("rollout.sampling_mask=true", "rollout.sampling_mask", "rollout.top_p"),
+    ("rollout.top_p=0.9 rollout.max_mismatch_kl=1", "rollout.sampling_mask", "max_mismatch_kl"),
+    ("loss.routing_replay=trainer model={path: m} optimizer.mini_batch_size=null", "loss.routing_replay", "trainer"),
+    (f"loss.routing_replay=engine model={{path: m, tiny: null}} {SERVER}", "loss.routing_replay", "server"),
+    ("advantage.kind=magic", "advantage.kind", "module:function", "magic"),
+    ("advantage.turn_gamma=0.9", "advantage.turn_gamma", "env"),
+    ("advantage.gamma=0.9", "advantage.gamma", "advantage.kind"),
+    ("advantage.kind=returns advantage.lam=0.9", "advantage.lam", "advantage.kind=gae"),
+    ("advantage.kind=gae", "critic", "null"),
+    ("critic={}", "critic", "advantage.kind=gae"),
+    ("advantage.kind=returns critic={}", "critic", "advantage.kind=gae"),
+    (f"{GAE} critic.coef=0.5", "critic.coef", "critic.share_trunk"),
+    (f"{GAE} critic.share_trunk=true critic.lr=1e-3", "critic.lr", "critic.share_trunk"),
+    (f"{GAE} critic.share_trunk=true parallel.gpus=2 parallel.sequence=2", "critic.share_trunk", "parallel.sequence"),
+    (f"{GAE} critic.warmup_steps=3 run.steps=3", "critic.warmup_steps", "3"),
+    ("parallel.gpus=3 parallel.sequence=2", "parallel.sequence", "gpus=3", "2"),
+    ("loss.overrides.kl_coef=0.1 loss.reference_ema=0.9 model.lora={}", "loss.reference_ema", "model.lora"),
+    ("env={}", "env.kind", "env.tools"),
+    ("env.tools=[search]", "env.tools", "module:name", "search"),
+    ("advantage.segments.kind=chains", "advantage.segments.kind", "'tree'", "'chains'"),
+    (f"{CHAIN} advantage.segments.tokens=30", "advantage.segments.tokens", "kind=tree"),
+    (f"{CHAIN} advantage.segments.per_step=3", "advantage.segments.per_step", "kind=tree"),
+    (f"{CHAIN} rollout.stop=[.]", "advantage.segments", "rollout.stop"),
+    (f"{CHAIN} reward.calls.max_failed=0.1", "advantage.segments", "reward.calls.max_failed", "0.1"),
+    (f"{CHAIN} advantage.kind=group_mean", "advantage.segments", "advantage.kind", "group_mean"),
+    (f"{TREE} advantage.segments.samples=4", "advantage.segments.samples", "kind=chain"),
+    (f"{TREE} advantage.segments.branching=[6]", "advantage.segments.branching", "2"),
+    (f"{TREE} advantage.segments.branching=[6,1]", "advantage.segments.branching.1", "2"),
+    ("advantage.segments={kind: tree, branching: [2, 3], tokens: 4}", "rollout.group_size", "6", "16"),
+    (f"{TREE} advantage.segments.tokens=64", "advantage.segments.tokens", "64"),
+    (f"{TREE} advantage.segments.per_step=4 sampler.max_age=2", "sampler.max_age", "3", "2"),
+    (f"{TREE} rollout.group_size=7", "rollout.group_size", "7"),
+    ("run=3", "run", "'3'"),
+    ("optimizer.lr=1 optimizer.lr.x=3", "optimizer.lr.x"),
+    ("optimizer.lr", "optimizer.lr", "key=value"),
+    ("=3", "=3", "key=value"),
+    ("--optimizer.lr", "--optimizer.lr", "key=value"),
+    ("run.name=[1", "run.name"),
+]  # fmt: skip
+
+
+def words_of(overrides: str) -> list[str]:
+    """Split at spaces, but not inside of brackets."""
+    words, depth = [""], 0
+    for letter in overrides:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == " " and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return words
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[0])
+def test_a_mistake_names_its_setting(tmp_path: Path, row: tuple[str, ...]) -> None:
+    overrides, key, *parts = row
+    with refused(key) as caught:
+        load(tmp_path, *words_of(overrides))
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "optimizer.lrr=1", "run.stepz=3", "rollout.top_p=2")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, []),
+        (b"a: [", []),
+        (b"\xff\xfe", []),
+        (b"- a", ["list"]),
+        (b"rollout:\n  max_staleness: 1\nsampler: {}\nrollout:\n  engine: server\n", ["rollout", "line 1", "line 4"]),
+        (b"rollout: {server: {folder: a, folder: b}}", ["folder", "line 1"]),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, parts: list[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert [part for part in ["recipe.yaml", *parts] if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("advantage", [{"kind": "returns"}, {"segments": {"kind": "chain"}}])
+def test_advantages_that_differ_within_a_response_require_an_objective_of_tokens(advantage: dict[str, Any]) -> None:
+    for name in ("ppo", "gspo_token"):
+        assert resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+    for name in ("gspo", "gmpo", "vespo"):
+        with refused("loss.objective") as caught:
+            resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+        assert f"advantage.{next(iter(advantage))}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "overrides", "word"),
+    [
+        ("sapo", {"clip_high": 0.3}, "clip_high"),
+        ("top_entropy", {"kl_cov": (2e-4, 1)}, "kl_cov"),
+        ("reinforce", {"ratio": "sequence"}, "reinforce"),
+    ],
+)
+def test_overrides_without_a_meaning_are_refused(objective: str, overrides: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        resolve_objective(make_config(loss={"objective": objective, "overrides": overrides}))
+
+
+def test_a_reference_has_a_use() -> None:
+    for loss in ({"reference": "some/model"}, {"reference_ema": 0.9}):
+        with refused(f"loss.{next(iter(loss))}"):
+            resolve_objective(make_config(loss=loss))
+        uses = {"advantage": {"kind": "gae"}, "critic": {}, "reward": {"kl": {"coef": 0.1}}}
+        assert uses_reference(make_config(**uses, loss=loss))
+
+
+def every_section(root: type[Section]) -> dict[str, type[Section]]:
+    """The sections under a configuration, by dotted key."""
+    found = {"": root}
+    for name, field in root.model_fields.items():
+        nested = section_of(field)
+        if nested is not None:
+            found |= {f"{name}.{key}".rstrip("."): section for key, section in every_section(nested).items()}
+    return found
+
+
+@pytest.mark.parametrize("root", [Config, SftConfig, ConvertConfig, StudyConfig])
+def test_what_a_setting_requires_exists(root: type[Section]) -> None:
+    keys = set(every_key(Config))
+    for key, section in every_section(root).items():
+        for name in section.model_fields:
+            for condition in conditions_of(section, name):
+                other = condition.removeprefix("!").partition("=")[0]
+                assert other in (keys if "." in other else section.model_fields), f"{key}.{name}"
+        named = " ".join(names for base in section.__mro__ for names in vars(base).get("requires", {}).values())
+        assert set(named.split()) <= section.model_fields.keys(), key
