@@ -37,13 +37,13 @@ def _(
 
 
 @operator
-def token_grad(derivative: Tensor, grad_output: Tensor) -> Tensor:
-    """Return grad_output · derivative [N]."""
+def token_grad(derivative: Tensor, grad_output: Tensor, logprobs: Tensor) -> Tensor:
+    """Return grad_output · derivative [N]. The derivative depends on ``logprobs``: its own derivative is refused."""
     return grad_output * derivative
 
 
 @token_grad.fake
-def _(derivative: Tensor, grad_output: Tensor) -> Tensor:
+def _(derivative: Tensor, grad_output: Tensor, logprobs: Tensor) -> Tensor:
     return torch.empty_like(derivative)
 
 
@@ -51,14 +51,17 @@ token_grad.has_no_gradient()
 
 
 def _keep(out: TokenLoss, logprobs: Tensor, log_ratio: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    return out.d_logprobs, out.d_log_ratio, log_ratio is not None
+    return out.d_logprobs, out.d_log_ratio, logprobs, log_ratio is not None
 
 
 @token_loss.gradient(_keep, "loss")
-def _(ctx: Any, d_logprobs: Tensor, d_log_ratio: Tensor, off_policy: bool, grads: TokenLoss) -> dict[str, Tensor]:
+def _(
+    ctx: Any, d_logprobs: Tensor, d_log_ratio: Tensor, logprobs: Tensor, off_policy: bool, grads: TokenLoss
+) -> dict[str, Tensor]:
     if not off_policy:
-        return {"logprobs": token_grad(d_logprobs + d_log_ratio, grads.loss)}
-    return {"logprobs": token_grad(d_logprobs, grads.loss), "log_ratio": token_grad(d_log_ratio, grads.loss)}
+        return {"logprobs": token_grad(d_logprobs + d_log_ratio, grads.loss, logprobs)}
+    slopes = {"logprobs": d_logprobs, "log_ratio": d_log_ratio}
+    return {name: token_grad(slope, grads.loss, logprobs) for name, slope in slopes.items()}
 
 
 def loss_of_stats(

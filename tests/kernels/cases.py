@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ LOG_RATIOS = (-1.2, -0.5, -0.35, -0.1, 0.0, 0.03, 0.1, 0.215, 0.4, 0.55, 0.9, 1.
 # Logits that a half-precision GEMM has rounded are off by some hundredths: wider margins.
 WIDE_LOG_RATIOS = (-1.2, -0.45, -0.05, 0.0, 0.03, 0.05, 0.38, 0.9, 1.3)
 
+HEAD = ("weight", "bias", "lora_a", "lora_b")  # leaves without an axis of tokens
 LORA_SCALE = 1.5
 # Eager PyTorch keeps logits in their dtype and does the softmax in float32.
 MATH_DTYPE = {
@@ -174,63 +177,102 @@ def linear_case(
 
 @dataclass
 class Solution:
-    """Loss, gradients by leaf, per-token log-probs and entropies (0 on dead tokens), metric sums."""
+    """Loss, gradients by leaf, per-token log-probs and entropies (0 on dead tokens), metric sums; and what rounding
+    errors of gradients are relative to: the slopes [T] by a log-prob and by an entropy."""
 
     loss: Tensor
     grads: dict[str, Tensor]
     logprobs: Tensor
     entropy: Tensor
     metrics: dict[str, float]
+    slopes: Tensor
+
+
+def rows_of(
+    case: Case, o: Options, dtype: torch.dtype = torch.float64, *, on_policy: bool = False, weighted: bool = False,
+    use_mask: bool = True, groups: Sequence[int] | None = None,
+) -> tuple[dict[str, Tensor], TokenInputs]:  # fmt: skip
+    """Leaves in `dtype`, and what the oracle reads: arithmetic in float32 at least, zeros on dead tokens."""
+    math_dtype = MATH_DTYPE[dtype]
+    leaves = {name: leaf.detach().to(dtype, copy=True).requires_grad_() for name, leaf in case.leaves.items()}
+    live = [bool(m) for m in case.mask.tolist()] if use_mask else [True] * sum(case.lengths)
+    rows = torch.tensor([t for t in range(len(live)) if live[t]], dtype=torch.int64)
+    if "logprobs" in leaves:
+        logprobs, entropy = leaves["logprobs"].to(math_dtype), leaves["entropy"].to(math_dtype)
+    else:
+        token_leaf = "logits" if "logits" in leaves else "hidden"
+        logits = logits_of({**leaves, token_leaf: leaves[token_leaf][rows]}, case.softcap).to(math_dtype)
+        tau = torch.as_tensor(case.temperature, dtype=math_dtype).expand(len(live))[rows]
+        picked = row_log_softmax(logits, tau).gather(1, case.target_ids[rows, None])[:, 0]
+        logprobs, entropy = (
+            torch.zeros(len(live), dtype=math_dtype).index_put((rows,), values)
+            for values in (picked, row_entropy(logits, tau))
+        )
+        logprobs.retain_grad()
+        entropy.retain_grad()
+    inputs = TokenInputs(
+        logprobs,
+        case.advantages.to(math_dtype),
+        live,
+        case.spans,
+        old_logprobs=None if on_policy else case.old_logprobs.to(math_dtype),
+        ref_logprobs=case.ref_logprobs.to(math_dtype) if o.kl_coef else None,
+        importance_weights=case.importance_weights.to(math_dtype) if weighted else None,
+        entropy=entropy,
+        groups=groups,
+    )
+    return leaves, inputs
 
 
 def solve(
     case: Case,
-    options: Options,
+    o: Options,
     *,
     dtype: torch.dtype = torch.float64,
-    use_mask: bool = True,
-    on_policy: bool = False,
-    weighted: bool = False,
     denominator: float | None = None,
     grad_output: float = 1.0,
-    spans: list[Span] | None = None,
+    selected: Iterable[int] | None = None,
+    loss_of: Callable[[TokenInputs], Tensor] | None = None,
+    **how: Any,
 ) -> Solution:
-    """Autograd through the oracle with leaves in `dtype`: float64 is the truth, the case's own dtype is eager."""
-    math_dtype = MATH_DTYPE[dtype]
-    leaves = {name: leaf.detach().to(dtype, copy=True).requires_grad_() for name, leaf in case.leaves.items()}
-    n_tokens = sum(case.lengths)
-    live = [bool(m) for m in case.mask.tolist()] if use_mask else [True] * n_tokens
-    rows = torch.tensor([t for t in range(n_tokens) if live[t]], dtype=torch.int64)
-    token_leaf = "logits" if "logits" in leaves else "hidden"
-    logits = logits_of({**leaves, token_leaf: leaves[token_leaf][rows]}, case.softcap).to(math_dtype)
-    temperature = torch.as_tensor(case.temperature, dtype=math_dtype).expand(n_tokens)
-
-    logprobs = torch.zeros(n_tokens, dtype=math_dtype)
-    entropy = torch.zeros(n_tokens, dtype=math_dtype)
-    new, ent = [], []
-    for row, t in enumerate(rows.tolist()):
-        new.append(row_log_softmax(logits[row], temperature[t])[case.target_ids[t]])
-        ent.append(row_entropy(logits[row], temperature[t]))
-    if new:
-        logprobs = logprobs.index_put((rows,), torch.stack(new))
-        entropy = entropy.index_put((rows,), torch.stack(ent))
-    inputs = TokenInputs(
-        logprobs,
-        case.advantages.to(math_dtype),
-        old_logprobs=None if on_policy else case.old_logprobs.to(math_dtype),
-        ref_logprobs=case.ref_logprobs.to(math_dtype) if options.kl_coef else None,
-        importance_weights=case.importance_weights.to(math_dtype) if weighted else None,
-        entropy=entropy if options.entropy_coef else None,
-    )
-    loss, metrics = batch_loss(inputs, live, spans or case.spans, options, denominator)
-    grads = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    """Autograd through the oracle (or through ``loss_of``): float64 is the truth, the case's own dtype is eager."""
+    leaves, x = rows_of(case, o, dtype, **how)
+    loss, metrics = batch_loss(x, o, denominator, selected) if loss_of is None else (loss_of(x), {})
     if loss.requires_grad:
         (loss * grad_output).backward()
-        grads = {
-            name: g if leaf.grad is None else leaf.grad
-            for (name, leaf), g in zip(leaves.items(), grads.values(), strict=True)
-        }
-    return Solution(loss.detach(), grads, logprobs.detach(), entropy.detach(), metrics)
+    grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    assert x.entropy is not None
+    slopes = torch.zeros(len(x.live), dtype=torch.float64)
+    for values in (x.logprobs, x.entropy):
+        if loss.requires_grad and values.grad is not None:
+            slopes = slopes + values.grad.double().abs()
+    return Solution(loss.detach(), grads, x.logprobs.detach(), x.entropy.detach(), metrics, slopes)
+
+
+def selection_mask(case: Case, selected: Iterable[int]) -> Tensor:
+    """bool ``[T]`` from indices."""
+    mask = torch.zeros(sum(case.lengths), dtype=torch.bool)
+    mask[sorted(selected)] = True
+    return mask
+
+
+PER_TOKEN = ("target_ids", "old_logprobs", "advantages", "mask", "ref_logprobs", "importance_weights")
+
+
+def part_of(case: Case, sequences: Sequence[int]) -> tuple[Case, Tensor]:
+    """A case made of some of the sequences, in the given order; and the places of its tokens in the whole."""
+    places = torch.cat([torch.arange(*case.spans[i]) for i in sequences])
+    part = {name: getattr(case, name)[places] for name in PER_TOKEN}
+    leaves = {k: v if k in HEAD else v[places] for k, v in case.leaves.items()}
+    return replace(case, **part, lengths=tuple(case.lengths[i] for i in sequences), leaves=leaves), places
+
+
+def page_code(marker: str) -> str:
+    """The code of docs/objectives.md that stands behind a marker."""
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+    code = re.search(rf"<!-- {marker} -->\n```python\n(.+?)```", page, re.DOTALL)
+    assert code is not None
+    return code[1]
 
 
 def pad(flat: Tensor, lengths: Sequence[int], width: int, fill: float) -> Tensor:

@@ -1,152 +1,121 @@
-"""The rows beyond the first five, each by its paper's equation. Nothing here is imported from the package.
+"""Every row of the table by its paper's equation, in plain autograd. Nothing here is imported from the package.
 
-Same legend as ``oracle.py``; a selection of tokens is a set of indices.
+The papers maximise J; each function returns the loss -J, with the paper's constants. Same legend as ``oracle.py``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from oracle import Flat
-from oracle_family import binary_divergence, highest, share_up
+from oracle import Span, binary_divergence, covariances, highest, share_down, share_up
 from torch import Tensor
+
+MAX_TOKENS = 12.0  # Dr. GRPO's constant, which its users choose
+
+
+@dataclass
+class Flat:
+    """What the paper functions read. ``logprobs`` carries the gradient; the rest is constant."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor
+    live: list[bool]
+    spans: list[Span]
+    entropy: Tensor | None = None
+    drawn: frozenset[int] = frozenset()  # Clip-Cov's random index set
+
+    def sequences(self) -> list[list[int]]:
+        """Token indices that train, per sequence; sequences without one are left out."""
+        per_sequence = [[t for t in range(a, b) if self.live[t]] for a, b in self.spans]
+        return [tokens for tokens in per_sequence if tokens]
+
+    def tokens(self) -> list[int]:
+        return [t for tokens in self.sequences() for t in tokens]
+
+    def ratio(self, t: int) -> Tensor:
+        """r_t = pi(y_t) / pi_old(y_t)."""
+        return torch.exp(self.logprobs[t] - self.old_logprobs[t])
+
+    def moved(self, tokens: list[int]) -> float:
+        """sum_t log(pi / pi_old) over tokens of a response, without a gradient."""
+        return sum(float(self.logprobs[t].detach() - self.old_logprobs[t]) for t in tokens)
+
+    def k3(self, t: int) -> Tensor:
+        """D_KL = pi_ref/pi - log(pi_ref/pi) - 1."""
+        ref_over_new = torch.exp(self.ref_logprobs[t]) / torch.exp(self.logprobs[t])
+        return ref_over_new - torch.log(ref_over_new) - 1
+
+
+def mean(terms: list[Tensor]) -> Tensor:
+    return torch.stack(terms).sum() / len(terms)
+
+
+def smaller(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+    """PPO's min(r A, clip(r, 1-low, 1+high) A)."""
+    return torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
+
+
+def ppo_paper(x: Flat, eps: float = 0.2) -> Tensor:
+    """PPO (arXiv 1707.06347) eq. 7: E_t[min(r_t A_t, clip(r_t, 1-eps, 1+eps) A_t)]."""
+    return -mean([smaller(x.ratio(t), x.advantages[t], eps, eps) for t in x.tokens()])
+
+
+def grpo_paper(x: Flat, eps: float = 0.2, beta: float = 0.04) -> Tensor:
+    """DeepSeekMath (arXiv 2402.03300) eq. 3 and 4: 1/G sum_i 1/|o_i| sum_t { min[..] - beta D_KL }."""
+    means = []
+    for tokens in x.sequences():
+        means.append(mean([smaller(x.ratio(t), x.advantages[t], eps, eps) - beta * x.k3(t) for t in tokens]))
+    return -mean(means)
+
+
+def dapo_paper(x: Flat, eps_low: float = 0.2, eps_high: float = 0.28) -> Tensor:
+    """DAPO (arXiv 2503.14476) eq. 8 with one mean over all tokens, the two clip ranges decoupled."""
+    return -mean([smaller(x.ratio(t), x.advantages[t], eps_low, eps_high) for t in x.tokens()])
+
+
+def dr_grpo_paper(x: Flat, eps: float = 0.2) -> Tensor:
+    """Dr. GRPO (arXiv 2503.20783) eq. 4 and its listing: 1/G sum_i sum_t min(...) / MAX_TOKENS, no KL."""
+    sums = []
+    for tokens in x.sequences():
+        sums.append(torch.stack([smaller(x.ratio(t), x.advantages[t], eps, eps) for t in tokens]).sum() / MAX_TOKENS)
+    return -mean(sums)
+
+
+def sequence_ratio(x: Flat, tokens: list[int]) -> Tensor:
+    """GSPO's s_i = (pi(y_i) / pi_old(y_i))^(1/|y_i|)."""
+    return torch.exp(torch.stack([x.logprobs[t] - x.old_logprobs[t] for t in tokens]).sum() / len(tokens))
 
 
 def gspo_paper(x: Flat, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
-    """GSPO (arXiv 2507.18071) eq. 5 and 7, with the advantage of the sequence's first token.
-
-    J = 1/G sum_i min(s_i A_i, clip(s_i) A_i),  s_i = (pi(y_i) / pi_old(y_i))^(1/|y_i|).
-    """
+    """GSPO (arXiv 2507.18071) eq. 5 and 7: 1/G sum_i min(s_i A_i, clip(s_i) A_i), A_i that of the first token."""
     terms = []
     for tokens in x.sequences():
-        new = sum((x.logprobs[t] for t in tokens), torch.zeros((), dtype=x.logprobs.dtype))
-        old = sum((x.old_logprobs[t] for t in tokens), torch.zeros((), dtype=x.logprobs.dtype))
-        s = torch.exp((new - old) / len(tokens))
-        a = x.advantages[tokens[0]]
-        terms.append(torch.minimum(s * a, torch.clamp(s, 1 - eps_low, 1 + eps_high) * a))
-    return -torch.stack(terms).sum() / len(terms)
+        terms.append(smaller(sequence_ratio(x, tokens), x.advantages[tokens[0]], eps_low, eps_high))
+    return -mean(terms)
 
 
 def gspo_token_paper(x: Flat, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Tensor:
     """GSPO-token (same paper) eq. 13 and 14: s_it = sg[s_i] pi(y_it) / sg[pi(y_it)], an advantage per token."""
-    per_sequence = []
+    means = []
     for tokens in x.sequences():
-        mean = sum(float(x.logprobs[t].detach() - x.old_logprobs[t]) for t in tokens) / len(tokens)
-        total = torch.zeros((), dtype=x.logprobs.dtype)
-        for t in tokens:
-            p = torch.exp(x.logprobs[t])
-            s = math.exp(mean) * p / p.detach()
-            a = x.advantages[t]
-            total = total + torch.minimum(s * a, torch.clamp(s, 1 - eps_low, 1 + eps_high) * a)
-        per_sequence.append(total / len(tokens))
-    return -torch.stack(per_sequence).sum() / len(per_sequence)
+        s_i = math.exp(x.moved(tokens) / len(tokens))
+        p = torch.exp(x.logprobs)
+        means.append(mean([smaller(s_i * p[t] / p[t].detach(), x.advantages[t], eps_low, eps_high) for t in tokens]))
+    return -mean(means)
 
 
-def cispo_paper(x: Flat, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
-    """MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5: 1/sum|o_i| sum sg(clip(r, 1-eps_low, 1+eps_high)) A log pi."""
+def luspo_paper(x: Flat, eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> Tensor:
+    """LUSPO (arXiv 2602.05261): GSPO's min(s_i A_i, clip(s_i) A_i), times the length of the response."""
     terms = []
     for tokens in x.sequences():
-        for t in tokens:
-            r = torch.exp(x.logprobs[t] - x.old_logprobs[t]).detach()
-            terms.append(torch.clamp(r, 1 - eps_low, 1 + eps_high) * x.advantages[t] * x.logprobs[t])
-    return -torch.stack(terms).sum() / len(terms)
-
-
-def lite_ppo_paper(x: Flat, eps: float = 0.2) -> Tensor:
-    """Lite PPO (arXiv 2508.08221) section 5: the critic-free PPO loss with one mean over all tokens of the batch."""
-    sequences = x.sequences()
-    total = torch.zeros((), dtype=x.logprobs.dtype)
-    for tokens in sequences:
-        for t in tokens:
-            r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
-            a = x.advantages[t]
-            total = total - torch.minimum(r * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
-    return total / sum(len(tokens) for tokens in sequences)
-
-
-def sapo_paper(x: Flat, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
-    """SAPO (arXiv 2511.20347) eq. 5: 1/G sum_i 1/|y_i| sum_t f(r) A, with eq. 6: f(r) = sigmoid(tau (r - 1)) 4/tau, tau
-    by the sign of the advantage.
-    """
-    means = [torch.stack(tokens).sum() / len(tokens) for tokens in sapo_terms(x, tau_positive, tau_negative)]
-    return torch.stack(means).sum() / len(means)
-
-
-def sapo_terms(x: Flat, tau_positive: float, tau_negative: float) -> list[list[Tensor]]:
-    """-f(r) A of every token, by sequence."""
-    per_sequence = []
-    for tokens in x.sequences():
-        terms = []
-        for t in tokens:
-            r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
-            tau = tau_positive if float(x.advantages[t]) > 0 else tau_negative
-            terms.append(-(4 / tau) / (1 + torch.exp(-tau * (r - 1))) * x.advantages[t])
-        per_sequence.append(terms)
-    return per_sequence
-
-
-def clip_cov_paper(x: Flat, dropped: set[int], eps: float = 0.2) -> Tensor:
-    """Clip-Cov (arXiv 2505.22617) eq. 12: the PPO loss, and nothing for the tokens of the random index set."""
-    terms = []
-    for tokens in x.sequences():
-        for t in tokens:
-            r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
-            a = x.advantages[t]
-            j = torch.minimum(r * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
-            terms.append(torch.zeros_like(j) if t in dropped else j)
-    return -torch.stack(terms).sum() / len(terms)
-
-
-def kl_cov_paper(x: Flat, penalised: set[int], beta: float = 1.0) -> Tensor:
-    """KL-Cov (same paper) eq. 14: r A unclipped, and |log pi - log pi_old| on the tokens of highest covariance."""
-    terms = []
-    for tokens in x.sequences():
-        for t in tokens:
-            delta = x.logprobs[t] - x.old_logprobs[t]
-            j = torch.exp(delta) * x.advantages[t]
-            terms.append(j - beta * torch.abs(delta) if t in penalised else j)
-    return -torch.stack(terms).sum() / len(terms)
-
-
-def top_entropy_paper(x: Flat, entropy: Tensor, share: float = 0.2) -> Tensor:
-    """Beyond the 80/20 rule (arXiv 2506.01939) eq. 5: DAPO's token mean with the indicator H_t >= tau_share."""
-    sequences = x.sequences()
-    kept = highest({t: float(entropy[t]) for tokens in sequences for t in tokens}, share_up(sequences, share))
-    total = torch.zeros((), dtype=x.logprobs.dtype)
-    for tokens in sequences:
-        for t in tokens:
-            if t in kept:
-                r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
-                a = x.advantages[t]
-                total = total + torch.minimum(r * a, torch.clamp(r, 0.8, 1.28) * a)
-    return -total / sum(len(tokens) for tokens in sequences)
-
-
-def spo_paper(x: Flat, threshold: float = 0.9, eps: float = 0.2) -> Tensor:
-    """SPO's probability mask (arXiv 2505.23564, section 4.3): M_t = 1 where pi_old <= threshold; only these train."""
-    terms = []
-    for tokens in x.sequences():
-        for t in tokens:
-            m = 1.0 if math.exp(float(x.old_logprobs[t])) <= threshold else 0.0
-            r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
-            a = x.advantages[t]
-            terms.append(m * torch.minimum(r * a, torch.clamp(r, 1 - eps, 1 + eps) * a))
-    return -torch.stack(terms).sum() / len(terms)
-
-
-def two_sided_paper(x: Flat, eps: float = 0.2, delta: float = 4.0, beta: float = 0.001) -> Tensor:
-    """INTELLECT-2 (arXiv 2505.07291), two-sided GRPO: min(min(r, delta) A, clip(r) A) - beta D_KL in GRPO's means."""
-    per_sequence = []
-    for tokens in x.sequences():
-        total = torch.zeros((), dtype=x.logprobs.dtype)
-        for t in tokens:
-            r, a = torch.exp(x.logprobs[t] - x.old_logprobs[t]), x.advantages[t]
-            surrogate = torch.minimum(torch.clamp(r, max=delta) * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
-            ref_over_new = torch.exp(x.ref_logprobs[t] - x.logprobs[t])
-            total = total + surrogate - beta * (ref_over_new - torch.log(ref_over_new) - 1)
-        per_sequence.append(total / len(tokens))
-    return -torch.stack(per_sequence).sum() / len(per_sequence)
+        gain = smaller(sequence_ratio(x, tokens), x.advantages[tokens[0]], eps_low, eps_high)
+        terms.append(gain * len(tokens))
+    return -mean(terms)
 
 
 def gmpo_paper(x: Flat, eps: float = 0.4) -> Tensor:
@@ -156,21 +125,82 @@ def gmpo_paper(x: Flat, eps: float = 0.4) -> Tensor:
     for tokens in x.sequences():
         a, product = x.advantages[tokens[0]], torch.ones((), dtype=x.logprobs.dtype)
         for t in tokens:
-            r = torch.exp(x.logprobs[t] - x.old_logprobs[t])
-            clipped = torch.clamp(r, math.exp(-eps), math.exp(eps))
-            product = product * (torch.minimum(r, clipped) if float(a) > 0 else torch.maximum(r, clipped))
+            clipped = torch.clamp(x.ratio(t), math.exp(-eps), math.exp(eps))
+            product = product * (torch.minimum if float(a) > 0 else torch.maximum)(x.ratio(t), clipped)
         terms.append(product ** (1 / len(tokens)) * a)
-    return -torch.stack(terms).sum() / len(terms)
+    return -mean(terms)
 
 
-def luspo_paper(x: Flat, eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> Tensor:
-    """LUSPO (arXiv 2602.05261): GSPO's min(s_i A_i, clip(s_i) A_i), times the length of the response."""
+def cispo_paper(x: Flat, eps_low: float = 1.0, eps_high: float = 4.0) -> Tensor:
+    """MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5: 1/sum|o_i| sum sg(clip(r, 1-eps_low, 1+eps_high)) A log pi."""
     terms = []
+    for t in x.tokens():
+        weight = torch.clamp(x.ratio(t).detach(), 1 - eps_low, 1 + eps_high)
+        terms.append(weight * x.advantages[t] * x.logprobs[t])
+    return -mean(terms)
+
+
+def reinforce_paper(x: Flat) -> Tensor:
+    """REINFORCE (Williams 1992): grad J = E[A grad log pi]."""
+    return -mean([x.advantages[t] * x.logprobs[t] for t in x.tokens()])
+
+
+def sapo_paper(x: Flat, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
+    """SAPO (arXiv 2511.20347) eq. 5: 1/G sum_i 1/|y_i| sum_t f(r) A, with eq. 6: f(r) = sigmoid(tau (r - 1)) 4/tau, tau
+    by the sign of the advantage."""
+    means = []
     for tokens in x.sequences():
-        s = torch.exp(torch.stack([x.logprobs[t] - x.old_logprobs[t] for t in tokens]).sum() / len(tokens))
-        a = x.advantages[tokens[0]]
-        terms.append(torch.minimum(s * a, torch.clamp(s, 1 - eps_low, 1 + eps_high) * a) * len(tokens))
-    return -torch.stack(terms).sum() / len(terms)
+        terms = []
+        for t in tokens:
+            tau = tau_positive if float(x.advantages[t]) > 0 else tau_negative
+            terms.append((4 / tau) / (1 + torch.exp(-tau * (x.ratio(t) - 1))) * x.advantages[t])
+        means.append(mean(terms))
+    return -mean(means)
+
+
+def clip_cov_paper(x: Flat, eps: float = 0.2) -> Tensor:
+    """Clip-Cov (arXiv 2505.22617) eq. 12: the PPO loss, and nothing for the tokens of the random index set."""
+    terms = [smaller(x.ratio(t), x.advantages[t], eps, eps) for t in x.tokens()]
+    return -mean([0 * term if t in x.drawn else term for t, term in zip(x.tokens(), terms, strict=True)])
+
+
+def kl_cov_paper(x: Flat, beta: float = 1.0, share: float = 2e-4) -> Tensor:
+    """KL-Cov (same paper) eq. 14: r A unclipped, and |log pi - log pi_old| on the tokens of highest covariance."""
+    scores = covariances(x.logprobs.detach(), x.advantages, x.live)
+    penalised, terms = highest(scores, share_down(x.live, share)), []
+    for t in x.tokens():
+        penalty = beta * torch.abs(x.logprobs[t] - x.old_logprobs[t]) if t in penalised else 0.0
+        terms.append(x.ratio(t) * x.advantages[t] - penalty)
+    return -mean(terms)
+
+
+def top_entropy_paper(x: Flat, share: float = 0.2) -> Tensor:
+    """Beyond the 80/20 rule (arXiv 2506.01939) eq. 5: DAPO's token mean with the indicator H_t >= tau_share."""
+    assert x.entropy is not None
+    kept = highest({t: float(x.entropy[t]) for t in x.tokens()}, share_up(x.live, share))
+    return -mean([smaller(x.ratio(t), x.advantages[t], 0.2, 0.28) * (t in kept) for t in x.tokens()])
+
+
+def spo_paper(x: Flat, threshold: float = 0.9, eps: float = 0.2) -> Tensor:
+    """SPO's probability mask (arXiv 2505.23564, section 4.3): M_t = 1 where pi_old <= threshold; only these train."""
+    terms = []
+    for t in x.tokens():
+        m = 1.0 if math.exp(float(x.old_logprobs[t])) <= threshold else 0.0
+        terms.append(m * smaller(x.ratio(t), x.advantages[t], eps, eps))
+    return -mean(terms)
+
+
+def two_sided_paper(x: Flat, eps: float = 0.2, delta: float = 4.0, beta: float = 0.001) -> Tensor:
+    """INTELLECT-2 (arXiv 2505.07291), two-sided GRPO: min(min(r, delta) A, clip(r) A) - beta D_KL in GRPO's means."""
+    means = []
+    for tokens in x.sequences():
+        terms = []
+        for t in tokens:
+            r, a = x.ratio(t), x.advantages[t]
+            gain = torch.minimum(torch.clamp(r, max=delta) * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
+            terms.append(gain - beta * x.k3(t))
+        means.append(mean(terms))
+    return -mean(means)
 
 
 def vespo_paper(x: Flat) -> Tensor:
@@ -178,46 +208,76 @@ def vespo_paper(x: Flat) -> Tensor:
     (2, 3) for A >= 0 and (3, 2) for A < 0, and one mean over all tokens, as in its code."""
     terms = []
     for tokens in x.sequences():
-        w = math.exp(sum(float(x.logprobs[t].detach() - x.old_logprobs[t]) for t in tokens))
+        w = math.exp(x.moved(tokens))
         for t in tokens:
             k, decay = (2.0, 3.0) if float(x.advantages[t]) >= 0 else (3.0, 2.0)
             terms.append(w**k * math.exp(decay * (1 - w)) * x.advantages[t] * x.logprobs[t])
-    return -torch.stack(terms).sum() / len(terms)
+    return -mean(terms)
 
 
-def dppo_paper(x: Flat, kind: str, delta: float, most: float = math.inf) -> Tensor:
-    """DPPO (arXiv 2602.04879): the mask of eq. 12, the weight sg[min(r, C)] of eq. 23, one mean over all tokens."""
+def dppo_paper(x: Flat, kind: str, delta: float) -> Tensor:
+    """DPPO (arXiv 2602.04879): the mask of eq. 12, the weight sg[r] of eq. 23 without its bound, over all tokens."""
     terms = []
-    for tokens in x.sequences():
-        for t in tokens:
-            r, a = math.exp(float(x.logprobs[t].detach() - x.old_logprobs[t])), float(x.advantages[t])
-            new, old = math.exp(float(x.logprobs[t].detach())), math.exp(float(x.old_logprobs[t]))
-            outside = binary_divergence(kind, old, new) > delta
-            m = 0.0 if outside and ((a > 0 and r > 1) or (a < 0 and r < 1)) else 1.0
-            terms.append(m * min(r, most) * a * x.logprobs[t])
-    return -torch.stack(terms).sum() / len(terms)
+    for t in x.tokens():
+        r, a = float(x.ratio(t).detach()), float(x.advantages[t])
+        new, old = math.exp(float(x.logprobs[t].detach())), math.exp(float(x.old_logprobs[t]))
+        outside = binary_divergence(kind, old, new) > delta
+        m = 0.0 if outside and ((a > 0 and r > 1) or (a < 0 and r < 1)) else 1.0
+        terms.append(m * r * a * x.logprobs[t])
+    return -mean(terms)
+
+
+def dppo_tv_paper(x: Flat) -> Tensor:
+    return dppo_paper(x, "tv", 0.2)
+
+
+def dppo_kl_paper(x: Flat) -> Tensor:
+    return dppo_paper(x, "kl", 0.05)
 
 
 def opsm_paper(x: Flat, delta: float = 0.5, eps: float = 0.2) -> Tensor:
     """DeepSeek-V3.2 (arXiv 2512.02556) eq. 8 and 9, without its KL: nothing where A < 0 and the mean of
     log(pi_old / pi) over the response is above delta."""
-    per_sequence = []
+    means = []
     for tokens in x.sequences():
-        distance = sum(float(x.old_logprobs[t] - x.logprobs[t].detach()) for t in tokens) / len(tokens)
-        total = torch.zeros((), dtype=x.logprobs.dtype)
+        far, terms = -x.moved(tokens) / len(tokens) > delta, []
         for t in tokens:
-            r, a = torch.exp(x.logprobs[t] - x.old_logprobs[t]), x.advantages[t]
-            if not (float(a) < 0 and distance > delta):
-                total = total + torch.minimum(r * a, torch.clamp(r, 1 - eps, 1 + eps) * a)
-        per_sequence.append(total / len(tokens))
-    return -torch.stack(per_sequence).sum() / len(per_sequence)
+            m = 0.0 if far and float(x.advantages[t]) < 0 else 1.0
+            terms.append(m * smaller(x.ratio(t), x.advantages[t], eps, eps))
+        means.append(mean(terms))
+    return -mean(means)
 
 
 def dro_paper(x: Flat, beta: float = 0.05) -> Tensor:
     """DRO (arXiv 2405.19107) with pi_old as its reference, token by token: A log pi - beta/2 (log pi/pi_old)^2."""
     terms = []
-    for tokens in x.sequences():
-        for t in tokens:
-            distance = x.logprobs[t] - x.old_logprobs[t]
-            terms.append(x.advantages[t] * x.logprobs[t] - beta / 2 * distance * distance)
-    return -torch.stack(terms).sum() / len(terms)
+    for t in x.tokens():
+        distance = x.logprobs[t] - x.old_logprobs[t]
+        terms.append(x.advantages[t] * x.logprobs[t] - beta / 2 * distance * distance)
+    return -mean(terms)
+
+
+PAPERS: dict[str, Callable[[Flat], Tensor]] = {
+    "ppo": ppo_paper,
+    "grpo": grpo_paper,
+    "dapo": dapo_paper,
+    "dr_grpo": dr_grpo_paper,
+    "gspo": gspo_paper,
+    "gspo_token": gspo_token_paper,
+    "cispo": cispo_paper,
+    "lite_ppo": ppo_paper,  # arXiv 2508.08221, section 5: the critic-free PPO loss, one mean over all tokens
+    "reinforce": reinforce_paper,
+    "clip_cov": clip_cov_paper,
+    "kl_cov": kl_cov_paper,
+    "top_entropy": top_entropy_paper,
+    "spo": spo_paper,
+    "sapo": sapo_paper,
+    "two_sided": two_sided_paper,
+    "gmpo": gmpo_paper,
+    "luspo": luspo_paper,
+    "vespo": vespo_paper,
+    "dppo_tv": dppo_tv_paper,
+    "dppo_kl": dppo_kl_paper,
+    "opsm": opsm_paper,
+    "dro": dro_paper,
+}

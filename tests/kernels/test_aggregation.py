@@ -1,205 +1,220 @@
-"""Token weights: four aggregations, an explicit denominator, and batches that add up however they are split."""
+"""The weight of a token in the loss: every aggregate, an explicit denominator, batches that add up however cut.
+
+`test_objectives.py` and `test_random.py` hold every aggregate against the oracle.
+"""
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from cases import Case, call_linear, call_logits, linear_case, logits_case, solve
-from oracle import ROWS, Options
+from against_oracle import LENGTH_NORM, Problem, check_call, options
+from cases import HEAD, Case, linear_case, logits_case, page_code, part_of
+from entries import call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import PROMPT_MEAN
+from test_random import FIXED
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss
+from dapo_kernels import linear_dapo_loss, policy_loss
+from dapo_kernels.objectives.table import AGGREGATES
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-LENGTH_NORM = 16.0
-
-
-def options(aggregate: str) -> dict[str, Any]:
-    return {"aggregate": aggregate, **({"length_norm": LENGTH_NORM} if aggregate.endswith("norm") else {})}
+LENGTHS = (5, 1, 0, 9, 4, 3)
+GROUPS = [7, -2, 7, 40, 7, -2]  # any integers, in any order
 
 
-def run(case: Case, aggregate: str, **kwargs: Any) -> tuple[Any, Tensor]:
-    return call_logits(
-        dapo_loss, case, "dapo", mask=case.mask, cu_seqlens=case.cu_seqlens, **options(aggregate), **kwargs
-    )
+def keywords(aggregate: str) -> dict[str, Any]:
+    return {"aggregate": aggregate, "length_norm": LENGTH_NORM if aggregate.endswith("norm") else None}
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+def case_of(entry: str, seed: int) -> Case:
+    return (linear_case if entry == "linear" else logits_case)(23, lengths=LENGTHS, seed=seed)
+
+
+def counts(case: Case) -> tuple[Tensor, int]:
+    """The live tokens of each sequence's group, and the number of prompts with one; counted one by one."""
+    live = [int(case.mask[a:b].sum()) for a, b in case.spans]
+    totals = [sum(n for n, other in zip(live, GROUPS, strict=True) if other == group) for group in GROUPS]
+    return torch.tensor(totals), len({group for group, n in zip(GROUPS, live, strict=True) if n})
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_weights_by_hand(backend: str, aggregate: str) -> None:
     """On-policy with advantage 1 the gradient by log-prob is minus the token's weight: no oracle needed."""
     mask = torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 1, 1], dtype=torch.bool)
-    cu_seqlens = torch.tensor([0, 4, 6, 6, 10], dtype=torch.int32)  # 3, 0, (empty), 4 live tokens
+    bounds = torch.tensor([0, 4, 6, 6, 7, 10], dtype=torch.int32)  # 3, 0, (empty), 1 and 3 live tokens
+    ids = {"group_ids": torch.tensor([5, 9, 1, 2, 5])} if aggregate == PROMPT_MEAN else {}
     logprobs = torch.full((10,), -1.0, requires_grad=True)
-    out = policy_loss(
-        logprobs, None, torch.ones(10), objective="ppo", mask=mask, cu_seqlens=cu_seqlens, **options(aggregate)
-    )
+    shared = {"mask": mask, "cu_seqlens": bounds, **ids, **keywords(aggregate)}
+    out = policy_loss(logprobs, None, torch.ones(10), objective="ppo", **shared)
     out.loss.backward()
-    first, last = {
+    long, short = {
         "token-mean": (1 / 7, 1 / 7),
-        "seq-mean-token-mean": (1 / 6, 1 / 8),
-        "seq-mean-token-sum": (1 / 2, 1 / 2),
-        "seq-mean-token-sum-norm": (1 / 32, 1 / 32),
+        "seq-mean-token-mean": (1 / 9, 1 / 3),
+        "seq-mean-token-sum": (1 / 3, 1 / 3),
+        "seq-mean-token-sum-norm": (1 / 36, 1 / 36),
+        PROMPT_MEAN: (1 / 12, 1 / 2),
     }[aggregate]
-    expected = [first, first, 0, first, 0, 0, last, last, last, last]
     assert logprobs.grad is not None
+    expected = [long, long, 0, long, 0, 0, short, long, long, long]
     assert (-logprobs.grad).tolist() == pytest.approx(expected, rel=1e-6)
-    assert out.loss.item() == pytest.approx(-(3 * first + 4 * last), rel=1e-6)
+    assert out.loss.item() == pytest.approx(-sum(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-@pytest.mark.parametrize("denominator", [None, 7.5, "tensor"])
-def test_against_the_oracle(backend: str, aggregate: str, denominator: Any) -> None:
-    case = logits_case(lengths=(5, 1, 0, 9, 4), seed=71)
-    given = torch.tensor(7.5) if denominator == "tensor" else denominator
-    out, grad = run(case, aggregate, denominator=given)
-    o = Options(clip_high=0.28, **options(aggregate))
-    truth = solve(case, o, denominator=None if denominator is None else 7.5)
-    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=2e-6, abs=1e-6)
-    torch.testing.assert_close(grad.double(), truth.grads["logits"], rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.float64, torch.float32, "int"])
-def test_kinds_of_denominator(backend: str, kind: Any) -> None:
-    """A token count reduced over ranks is often an int64 tensor."""
+@pytest.mark.parametrize("value", [40, torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()], ids=repr)
+def test_a_denominator_is_a_number_or_a_tensor(backend: str, value: Any) -> None:
+    """A token count reduced over ranks is often an int64 tensor. It gets no gradient and is not changed."""
     case = logits_case(seed=72)
-    reference, _ = run(case, "token-mean", denominator=40.0)
-    value: Any = 40 if kind == "int" else torch.tensor(40)
-    if isinstance(kind, torch.dtype):
-        value = torch.tensor(40, dtype=kind)
-    out, _ = run(case, "token-mean", denominator=value)
-    assert out.loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
+    expected, _ = call("logits", case, "dapo", denominator=40.0)
+    out, _ = call("logits", case, "dapo", denominator=value)
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert out.loss.dtype == torch.float32
+    assert value == 40
 
 
-def test_a_denominator_gets_no_gradient_and_is_not_changed(backend: str) -> None:
-    case = logits_case(seed=73)
-    denominator = torch.tensor(40.0)
-    out, _ = run(case, "token-mean", denominator=denominator)
-    assert float(denominator) == 40
-    assert not denominator.requires_grad
-    assert out.loss.shape == ()
-
-
-def split(case: Case, order: list[int]) -> Case:
-    """A case made of some of the sequences, in the given order."""
-    spans = case.spans
-    index = torch.tensor(list(itertools.chain.from_iterable(range(*spans[i]) for i in order)), dtype=torch.int64)
-    part = Case(**{**case.__dict__, "lengths": tuple(case.lengths[i] for i in order)})
-    for name in ("target_ids", "old_logprobs", "advantages", "mask", "ref_logprobs", "importance_weights"):
-        setattr(part, name, getattr(case, name)[index])
-    part.leaves = {name: leaf[index] if name in ("logits", "hidden") else leaf for name, leaf in case.leaves.items()}
-    part.names = tuple(str(t) for t in index.tolist())
-    return part
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-def test_micro_batches_add_up(backend: str, aggregate: str) -> None:
-    """With the global count as denominator any split, in any order, gives the whole batch's loss and gradient."""
-    case = logits_case(lengths=(5, 1, 9, 4, 3), seed=74)
-    whole, grad = run(case, aggregate)
-    live_sequences = sum(bool(case.mask[a:b].any()) for a, b in case.spans)
-    count = torch.tensor(float(case.mask.sum()) if aggregate == "token-mean" else float(live_sequences))
-    for parts in ([[0], [1], [2], [3], [4]], [[4, 0], [3, 1, 2]], [[2, 3], [1, 0, 4]]):
-        total, gathered = 0.0, torch.zeros_like(grad)
-        for order in parts:
-            piece = split(case, order)
-            out, piece_grad = run(piece, aggregate, denominator=count)
-            total += out.loss.item()
-            gathered[[int(t) for t in piece.names]] = piece_grad
-        assert total == pytest.approx(whole.loss.item(), rel=1e-6, abs=1e-6)
-        relative = (gathered - grad).norm() / grad.norm()
-        assert float(relative) <= 1e-6
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-def test_micro_batches_add_up_from_hidden_states(backend: str, aggregate: str) -> None:
-    case = linear_case(vocab=41, hidden_size=8, lengths=(5, 1, 9, 4, 3), seed=75)
-    shared = options(aggregate)
-    _, whole = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, cu_seqlens=case.cu_seqlens, **shared)
-    live_sequences = sum(bool(case.mask[a:b].any()) for a, b in case.spans)
-    count = torch.tensor(float(case.mask.sum()) if aggregate == "token-mean" else float(live_sequences))
-    for parts in ([[0], [1], [2], [3], [4]], [[4, 0], [3, 1, 2]]):
-        total = torch.zeros_like(case.leaves["weight"])
-        for order in parts:
-            piece = split(case, order)
-            _, grads = call_linear(
-                linear_dapo_loss,
-                piece,
-                "dapo",
-                mask=piece.mask,
-                cu_seqlens=piece.cu_seqlens,
-                denominator=count,
-                **shared,
-            )
-            assert grads["weight"] is not None
-            total += grads["weight"]
-        assert whole["weight"] is not None
-        assert float((total - whole["weight"]).norm() / whole["weight"].norm()) <= 1e-6
-
-
-@pytest.mark.parametrize("level", ["logits", "linear", "policy"])
-def test_advantages_per_sequence(backend: str, level: str) -> None:
-    """[S] equals the same value spread over the sequence's tokens, packed; empty sequences keep their place."""
-    lengths = (5, 1, 0, 9, 4)
-    make = linear_case if level == "linear" else logits_case
-    case = make(lengths=lengths, seed=76)
-    per_sequence = torch.tensor([1.5, -0.5, 9.0, -1.0, 0.7])
-    spread = torch.repeat_interleave(per_sequence, torch.tensor(lengths))
-    losses = []
-    for advantages in (per_sequence, spread):
-        shared = {"mask": case.mask, "cu_seqlens": case.cu_seqlens}
-        if level == "policy":
-            out = policy_loss(case.ref_logprobs, case.old_logprobs, advantages, **shared)
-            losses.append((out.loss, out.loss))
-        elif level == "linear":
-            out, grads = call_linear(linear_dapo_loss, case, "dapo", advantages=advantages, **shared)
-            losses.append((out.loss, grads["weight"]))
+@pytest.mark.parametrize("entry", ["logits", "linear", "policy"])
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@given(
+    objective=st.sampled_from(["dapo", "gspo", "gspo_token", "gmpo", "vespo", "opsm"]),
+    order=st.permutations(range(len(LENGTHS))),
+    cuts=st.sets(st.integers(1, len(LENGTHS) - 1)),
+    with_ids=st.booleans(),
+)
+@settings(FIXED, max_examples=6)
+def test_micro_batches_add_up(
+    backend: str, aggregate: str, entry: str, objective: str, order: list[int], cuts: set[int], with_ids: bool
+) -> None:
+    """With the global count as denominator any split, in any order, gives the whole batch's loss and gradients."""
+    case = case_of(entry, seed=74)
+    _, wide = options(objective)
+    shared = {**wide, **keywords(aggregate)}
+    of_groups = {"group_ids": torch.tensor(GROUPS)} if aggregate == PROMPT_MEAN else {}
+    whole, expected = call(entry, case, objective, **shared, **of_groups)
+    tokens, prompts = counts(case)
+    sequences = sum(bool(case.mask[a:b].any()) for a, b in case.spans)
+    count = {"token-mean": int(case.mask.sum()), PROMPT_MEAN: prompts}.get(aggregate, sequences)
+    added, total = {name: torch.zeros_like(grad) for name, grad in expected.items()}, 0.0
+    for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), len(order)], strict=True):
+        part, places = part_of(case, order[start:stop])
+        if aggregate == PROMPT_MEAN:  # group_ids may be missing then
+            ids = {"group_ids": of_groups["group_ids"][order[start:stop]]} if with_ids else {}
+            of_groups_here = {"group_tokens": tokens[order[start:stop]], **ids}
         else:
-            out, grad = call_logits(dapo_loss, case, "dapo", advantages=advantages, **shared)
-            losses.append((out.loss, grad))
-    assert torch.equal(losses[0][0], losses[1][0])
-    assert torch.equal(losses[0][1], losses[1][1])
-    truth_case = Case(**{**case.__dict__, "advantages": spread})
-    if level == "logits":
-        assert losses[0][0].item() == pytest.approx(float(solve(truth_case, ROWS["dapo"]).loss), abs=1e-6)
+            of_groups_here = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a part may have as many tokens as the batch has sequences
+            out, grads = call(entry, part, objective, denominator=count, **shared, **of_groups_here)
+        total += out.loss.item()
+        for name, grad in grads.items():
+            added[name][slice(None) if name in HEAD else places] += grad
+    assert total == pytest.approx(whole.loss.item(), rel=1e-5, abs=1e-6)
+    for name, grad in expected.items():
+        assert float((added[name] - grad).norm()) <= 2e-6 * float(grad.norm()) + 1e-9
 
 
-def test_token_mean_needs_no_sequences(backend: str) -> None:
-    case = logits_case(seed=77)
-    with_sequences, grad = run(case, "token-mean")
-    without, other = call_logits(dapo_loss, case, "dapo", mask=case.mask)
-    assert torch.equal(with_sequences.loss, without.loss)
-    assert torch.equal(grad, other)
+@pytest.mark.parametrize("entry", ["logits", "linear", "policy"])
+def test_advantages_per_sequence(backend: str, entry: str) -> None:
+    """[S] equals the same value spread over the sequence's tokens; empty sequences keep their place."""
+    case, per_sequence = case_of(entry, seed=76), torch.tensor([1.5, -0.5, 9.0, -1.0, 0.7, 0.2])
+    for layout in ("packed", "padded"):
+        runs = []
+        for advantages in (per_sequence, per_sequence.repeat_interleave(torch.tensor(LENGTHS))):
+            runs.append(call(entry, case, "dapo", layout=layout, advantages=advantages))
+        assert torch.equal(runs[0][0].loss, runs[1][0].loss)
+        assert all(torch.equal(grad, runs[1][1][name]) for name, grad in runs[0][1].items())
 
 
-def test_length_norm_divides_the_sum(backend: str) -> None:
-    case = logits_case(seed=78)
-    plain, _ = call_logits(
-        dapo_loss, case, "ppo", mask=case.mask, cu_seqlens=case.cu_seqlens, aggregate="seq-mean-token-sum"
-    )
-    normed, _ = call_logits(dapo_loss, case, "dr_grpo", mask=case.mask, cu_seqlens=case.cu_seqlens, length_norm=50.0)
-    assert normed.loss.item() == pytest.approx(plain.loss.item() / 50, rel=1e-6)
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-def test_tokens_as_the_denominator_of_sequences(aggregate: str) -> None:
-    """Seen where it is the count of this very call; every other number may be one of sequences."""
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_tokens_as_the_denominator_of_something_else_are_warned_of(aggregate: str) -> None:
+    """Seen where it is the count of this very call; every other number may be one of sequences or prompts."""
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
-    logprobs, advantages = torch.full((3, 3), -1.0), torch.ones(3)
+    ids = {"group_ids": torch.tensor([0, 1, 0])} if aggregate == PROMPT_MEAN else {}
 
-    def warnings_of(denominator: Any, live: Tensor = mask) -> list[str]:
+    def warned(denominator: Any, live: Tensor = mask) -> int:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            policy_loss(logprobs, None, advantages, mask=live, denominator=denominator, **options(aggregate))
-        return [str(warning.message) for warning in seen]
+            shared = {"mask": live, "denominator": denominator, **ids, **keywords(aggregate)}
+            policy_loss(torch.full((3, 3), -1.0), None, torch.ones(3), **shared)
+        assert all("denominator" in str(w.message) and aggregate in str(w.message) for w in seen)
+        return len(seen)
 
-    for count in (mask.sum(), 5, 5.0):
-        said = warnings_of(count)
-        assert len(said) == (aggregate != "token-mean")
-        assert all("denominator equals the number of live tokens" in text and aggregate in text for text in said)
+    assert warned(mask.sum()) == warned(5) == warned(5.0) == (aggregate != "token-mean")
     one_token_each = torch.eye(3)
-    assert warnings_of(2) == warnings_of(mask.sum() + 1) == warnings_of(one_token_each.sum(), one_token_each) == []
+    assert warned(2) == warned(mask.sum() + 1) == warned(one_token_each.sum(), one_token_each) == 0
+
+
+# --- a mean over prompts ----------------------------------------------------------------------------------
+
+
+def run_prompts(case: Case, **given: Any) -> tuple[Any, Tensor]:
+    out, grads = call("logits", case, "dapo", aggregate=PROMPT_MEAN, **given)
+    return out, grads["logits"]
+
+
+def test_tokens_of_groups_and_the_number_of_prompts(backend: str) -> None:
+    """Either is counted where it is not given; both only scale the loss."""
+    case, ids = case_of("logits", seed=7), torch.tensor(GROUPS)
+    whole, expected = run_prompts(case, group_ids=ids)
+    tokens, prompts = counts(case)
+    for known in ({"denominator": torch.tensor(float(prompts))}, {"group_tokens": tokens.float()}):
+        out, grad = run_prompts(case, group_ids=ids, **known)
+        assert out.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+        torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-9)
+    doubled, _ = run_prompts(case, group_ids=ids, group_tokens=2 * tokens)
+    assert doubled.loss.item() == pytest.approx(whole.loss.item() / 2, rel=1e-6)
+    renamed = torch.tensor([{7: -5, -2: 2**40, 40: 0}[group] for group in GROUPS])
+    again, grad = run_prompts(case, group_ids=renamed)
+    assert torch.equal(again.loss, whole.loss)
+    assert torch.equal(grad, expected)
+
+
+def test_dead_groups_and_dead_batches(backend: str) -> None:
+    """A group without a live token does not count, whatever its tokens are given as; nor does a batch."""
+    case, ids = case_of("logits", seed=10), torch.tensor(GROUPS)
+    case.mask[slice(*case.spans[3])] = False  # all of group 40
+    o, changes = options("dapo", aggregate=PROMPT_MEAN)
+    check_call("logits", Problem(case, o, groups=GROUPS), case, "dapo", "packed", changes)
+    out, _ = run_prompts(case, group_ids=ids)
+    tokens = counts(case)[0].float()
+    tokens[3] = torch.nan
+    assert torch.equal(run_prompts(case, group_ids=ids, group_tokens=tokens)[0].loss, out.loss)
+    case.mask[:] = False
+    out, grad = run_prompts(case, group_ids=ids)
+    assert out.loss.item() == 0
+    assert not grad.any()
+
+
+def test_groups_in_a_compiled_graph() -> None:
+    case = case_of("policy", seed=11)
+    ids, tokens = torch.tensor(GROUPS), counts(case)[0]
+    shared = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "aggregate": PROMPT_MEAN, "group_ids": ids}
+
+    def loss(group_tokens: Tensor | None) -> Tensor:
+        logprobs = case.old_logprobs - 0.1
+        return policy_loss(logprobs, case.old_logprobs, case.advantages, group_tokens=group_tokens, **shared).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), loss(tokens))
+
+
+def test_the_code_of_the_page() -> None:
+    """docs/objectives.md, as it stands there, once per sequence: together the mean over the batch's prompts."""
+    case = case_of("linear", seed=13)
+    tokens, prompts = counts(case)
+    whole, expected = call("linear", case, "dapo", aggregate=PROMPT_MEAN, group_ids=torch.tensor(GROUPS))
+    total, weight_grad = 0.0, torch.zeros_like(case.leaves["weight"])
+    for i in range(len(LENGTHS)):
+        part, _ = part_of(case, [i])
+        leaves = part.fresh()
+        names: dict[str, Any] = {"linear_dapo_loss": linear_dapo_loss, **leaves, "global_prompts": prompts}
+        names |= part.tensors("target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens")
+        names |= {"group_ids": torch.tensor([GROUPS[i]]), "group_tokens": tokens[[i]]}
+        exec(page_code("prompt means"), names)
+        names["out"].loss.backward()
+        total += names["out"].loss.item()
+        weight_grad += leaves["weight"].grad
+    assert total == pytest.approx(whole.loss.item(), rel=1e-5)
+    torch.testing.assert_close(weight_grad, expected["weight"], rtol=1e-4, atol=1e-6)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.elsewhere
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SUITE = ["cuda_suite.py", "test_logits.py", "test_logprobs.py", "test_edges.py", "test_golden.py", "test_objectives.py"]
-SUITE += ["test_row_parts.py", "test_prompt_mean.py", "test_distillation.py", "test_selection.py"]
+SUITE += ["test_row_parts.py", "test_aggregation.py", "test_distillation.py", "test_selection.py"]
 SMOKE = ["test_golden.py", "test_row_parts.py"]
 # Averages over many rows, and vocabularies that take a host minutes thread by thread.
 TOO_LARGE = ("real_vocabulary", "eagers_on_average", "long_batch")

@@ -1,226 +1,491 @@
-"""Every refusal, once, at the boundary: the argument's name, what was expected, what came."""
+"""What is refused at the boundary: the type of the error, and the names and values that its message gives."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import math
-import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_random import FIXED
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dapo_kernels import (
-    OBJECTIVES,
-    Objective,
-    dapo_loss,
-    linear_dapo_loss,
-    linear_preference_loss,
-    linear_token_logprobs,
-    policy_loss,
-    policy_loss_from_hidden,
-    policy_loss_from_logits,
-    preference_loss,
-    preference_loss_from_logprobs,
-    token_logprobs,
-    use_backend,
-)
-from dapo_kernels.backends import registry
+import dapo_kernels
+from dapo_kernels import OBJECTIVES, Objective, dapo_loss, policy_loss, use_backend
+from dapo_kernels.backends import available_backends, backend_for
+from dapo_kernels.objectives.table import FIELDS
 
 T, V, H, S = 6, 11, 4, 3
 IDS = torch.arange(T)
-FIELDS = (
-    "surrogate",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "kl_coef",
-    "kl_estimator",
-    "kl_through_ratio",
-    "entropy_coef",
-    "aggregate",
-    "length_norm",
-)
+GROUPS = torch.tensor([0, 1, 0])
+BOOLS = torch.ones(T, dtype=torch.bool)
+LOGPROBS = torch.full((T,), -2.0)
+BOUNDS = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+PROMPT_MEAN = {"aggregate": "prompt-mean-token-mean"}
+LOSSES = ("dapo_loss", "linear_dapo_loss", "policy_loss")
+REFUSALS = (ValueError, TypeError, IndexError)
 
 
-def packed(**changes: Any) -> dict[str, Any]:
-    """Arguments of a valid packed `dapo_loss` call, some of them replaced."""
+def good(function: str) -> dict[str, Any]:
+    """Packed arguments of a valid call."""
     g = torch.Generator().manual_seed(0)
-    good: dict[str, Any] = {
+    values = {
         "logits": torch.randn(T, V, generator=g),
-        "target_ids": torch.arange(T),
-        "old_logprobs": torch.full((T,), -2.0),
+        "hidden": torch.randn(T, H, generator=g),
+        "weight": torch.randn(V, H, generator=g),
+        "logprobs": torch.full((T,), -2.1),
+        "target_ids": IDS,
+        "old_logprobs": LOGPROBS,
+        "ref_logprobs": LOGPROBS,
         "advantages": torch.ones(T),
-        "cu_seqlens": torch.tensor([0, 2, 3, 6], dtype=torch.int32),
+        "objective": "dapo",
+        "cu_seqlens": torch.tensor([0, 2, 3, 5, 6]) if "preference" in function else BOUNDS,
     }
-    return {**good, **changes}
+    parameters = inspect.signature(getattr(dapo_kernels, function)).parameters
+    needed = {name for name, x in parameters.items() if x.default is inspect.Parameter.empty} | {"cu_seqlens"}
+    return {name: value for name, value in values.items() if name in parameters and name in needed}
 
 
-def padded(**changes: Any) -> dict[str, Any]:
-    good = packed()
-    del good["cu_seqlens"]
-    good = {name: value.reshape(2, 3, *value.shape[1:]) for name, value in good.items()}
-    return {**good, **changes}
+def padded(function: str) -> dict[str, Any]:
+    flat = good(function)
+    flat.pop("cu_seqlens", None)
+    head = ("weight", "objective")
+    return {k: v if k in head else v.reshape(2, 3, *v.shape[1:]) for k, v in flat.items()}
 
 
-def linear(**changes: Any) -> dict[str, Any]:
-    good = packed()
-    del good["logits"]
-    return {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), **good, **changes}
+def run(function: str, arguments: dict[str, Any]) -> Any:
+    return getattr(dapo_kernels, function)(**arguments)
 
 
-def policy(**changes: Any) -> dict[str, Any]:
-    good = packed()
-    del good["logits"], good["target_ids"]
-    return {"logprobs": torch.full((T,), -2.1), **good, **changes}
+def refused(error: Any, function: str, arguments: dict[str, Any], *words: str) -> None:
+    """The message has every word: names of arguments, values, types."""
+    with pytest.raises(error) as caught:
+        run(function, arguments)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
-Call = tuple[Callable[..., Any], dict[str, Any]]
+FUNCTIONS = (*LOSSES, "token_logprobs", "linear_token_logprobs", "preference_loss", "linear_preference_loss")
+FUNCTIONS += ("preference_loss_from_logprobs", "policy_loss_from_logits", "policy_loss_from_hidden")
 
 
-def refused(kind: type[Exception] | tuple[type[Exception], ...], call: Call, *words: str) -> str:
-    """The call raises `kind`, and its message holds the function's name and every word."""
-    fn, kwargs = call
-    with pytest.raises(kind) as caught:
-        fn(**kwargs)
-    message = str(caught.value)
-    for word in (fn.__name__, *words):
-        assert word in message, f"{word!r} is not in: {message}"
-    return message
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_good_calls_are_good(function: str) -> None:
+    run(function, good(function))
+    run(function, padded(function))
 
 
-def test_the_good_calls_are_good() -> None:
-    dapo_loss(**packed())
-    dapo_loss(**padded())
-    linear_dapo_loss(**linear())
-    policy_loss(**policy())
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_function_that_was_called_is_named(function: str) -> None:
+    arguments = good(function)
+    first = next(iter(arguments))
+    refused(TypeError, function, {**arguments, first: "text"}, function, first, "str")
 
 
-def test_the_designs_own_example() -> None:
-    message = refused(ValueError, (dapo_loss, packed(advantages=torch.ones(32, 128))), "advantages", "[32, 128]")
-    assert re.search(r"advantages must be \[T\]=\[6\] or \[S\]=\[3\], got \[32, 128\]", message), message
+# --- one argument, or two that do not fit -----------------------------------------------------------------
+
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "dual_clip": [1.0, 0.5, math.nan],
+    "clip_low": [-0.1, 1.1],
+    "clip_high": [-0.1, math.nan],
+    "length_norm": [0.0, -4.0],
+    "kl_coef": [math.nan, -0.1],
+    "entropy_coef": [math.nan, math.inf],
+    "surrogate": ["clipp"],
+    "kl_estimator": ["k4"],
+    "kl_to": ["new"],
+    "kl_through_ratio": [1],
+    "aggregate": ["mean"],
+    "ratio": ["sentence"],
+    "off_policy_mask": [-0.1],
+    "vespo": [(1.0, 2.0), (1.0, 1.0, 0.0, 1.0)],
+    "top_entropy": [0.0, 1.5],
+    "max_old_prob": [0.0, 1.5],
+    "sapo_tau": [(0.0, 1.0), 1.0],
+    "clip_cov": [(0.1, 1.0), (0.0, 1.0, 5.0), (1.5, 1.0, 5.0), (0.1, 5.0, 1.0)],
+    "kl_cov": [(0.1, math.nan), (1.5, 1.0)],
+}
 
 
-def test_unknown_objective_lists_the_known() -> None:
-    message = refused(ValueError, (dapo_loss, packed(objective="dapo2")), "dapo2")
-    assert all(name in message for name in OBJECTIVES)
-    refused((TypeError, ValueError), (dapo_loss, packed(objective=3)), "objective")
+@pytest.mark.parametrize("field", OUT_OF_RANGE)
+def test_a_field_out_of_range(field: str) -> None:
+    """As a keyword of a call, and of an objective made beforehand."""
+    for value in OUT_OF_RANGE[field]:
+        words = (field, str(value)) if isinstance(value, (str, float)) else (field,)
+        for function in LOSSES:
+            refused(ValueError, function, {**good(function), field: value}, *words)
+        with pytest.raises(ValueError, match=field):
+            Objective(**{field: value})
+        with pytest.raises(ValueError, match=field):
+            dataclasses.replace(OBJECTIVES["dapo"], **{field: value})
 
 
-@pytest.mark.parametrize("make", [(dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)])
-def test_unknown_override_lists_the_fields(make: tuple[Callable[..., Any], Callable[..., dict[str, Any]]]) -> None:
-    fn, arguments = make
-    message = refused(TypeError, (fn, arguments(clip_hihg=0.3)), "clip_hihg")
-    assert all(field in message for field in FIELDS)
+def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
+    return -logprobs
+
+
+COV = (0.1, 1.0, 5.0)
+WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"objective": "reinforce", "ratio": "sequence"}, ("reinforce", "ratio")),
+    ({"objective": "reinforce", "clip_cov": COV}, ("reinforce", "clip_cov")),
+    ({"objective": "reinforce", "kl_cov": (0.1, 1.0)}, ("reinforce", "kl_cov")),
+    ({"objective": "reinforce", "clip_high": 0.3}, ("reinforce", "clip_high")),
+    ({"objective": "reinforce", "dual_clip": 3.0}, ("reinforce", "dual_clip")),
+    ({"objective": "sapo", "dual_clip": 3.0}, ("sapo", "dual_clip")),
+    ({"objective": "sapo", "clip_low": 0.3}, ("sapo", "clip_low")),
+    ({"objective": "cispo", "dual_clip": 3.0}, ("cispo", "dual_clip")),
+    ({"objective": "cispo", "ratio": "sequence_clipped"}, ("cispo", "sequence_clipped")),
+    ({"objective": "gmpo", "dual_clip": 3.0}, ("dual_clip", "sequence_clipped")),
+    ({"objective": "dppo_tv", "ratio": "sequence"}, ("dppo_tv", "ratio")),
+    ({"objective": "dppo_kl", "sapo_tau": (1.0, 2.0)}, ("dppo_kl", "sapo_tau")),
+    ({"sapo_tau": (1.0, 2.0)}, ("sapo_tau", "clip")),
+    ({"objective": "dro", "kl_estimator": "k1"}, ("kl_to", "k1")),
+    ({"kl_estimator": "k1", "kl_through_ratio": True}, ("kl_through_ratio", "k1")),
+    ({"kl_estimator": "k2", "kl_through_ratio": True}, ("kl_through_ratio", "k2")),
+    ({"objective": "gspo", "kl_through_ratio": True}, ("kl_through_ratio", "sequence")),
+    ({"top_entropy": 0.5, "clip_cov": COV}, ("top_entropy", "clip_cov")),
+    ({"top_entropy": 0.5, "kl_cov": (0.1, 1.0)}, ("top_entropy", "kl_cov")),
+    ({"clip_cov": COV, "kl_cov": (0.1, 1.0)}, ("clip_cov", "kl_cov")),
+    ({"length_norm": 8.0}, ("length_norm", "token-mean")),
+    ({"objective": own_loss, "clip_high": 0.3}, ("clip_high",)),
+    ({"objective": own_loss, "kl_coef": 0.1}, ("kl_coef",)),
+    ({"objective": own_loss, "ratio": "sequence"}, ("ratio",)),
+    ({"objective": own_loss, "kl_cov": (0.1, 1.0)}, ("kl_cov",)),
+    # companions that are missing or have no use
+    ({"objective": "grpo"}, ("ref_logprobs", "kl_coef")),
+    ({"objective": "dr_grpo"}, ("length_norm",)),
+    ({"objective": "spo", "old_logprobs": None}, ("max_old_prob", "old_logprobs")),
+    ({"ref_logprobs": LOGPROBS}, ("ref_logprobs", "kl_coef")),
+    ({"objective": "dro", "ref_logprobs": LOGPROBS}, ("ref_logprobs", "kl_to='old'")),
+    ({"ratio": "sequence", "cu_seqlens": None}, ("cu_seqlens", "sequence")),
+    ({"objective": "vespo", "cu_seqlens": None}, ("cu_seqlens", "vespo")),
+    ({"off_policy_mask": 0.5, "cu_seqlens": None}, ("cu_seqlens", "off_policy_mask")),
+    ({"aggregate": "seq-mean-token-sum", "cu_seqlens": None}, ("cu_seqlens", "seq-mean-token-sum")),
+    ({**PROMPT_MEAN, "group_ids": GROUPS, "cu_seqlens": None}, ("cu_seqlens", PROMPT_MEAN["aggregate"])),
+    ({"advantages": torch.ones(S), "cu_seqlens": None}, ("advantages", "cu_seqlens")),
+    ({"objective": "dapo", "selection": BOOLS}, ("selection",)),
+    ({"objective": "spo", "selection": BOOLS}, ("selection",)),
+    ({"objective": "clip_cov", "selection": 0.5}, ("selection", "clip_cov")),
+    ({"objective": "kl_cov", "selection": torch.tensor(0.5)}, ("selection", "kl_cov")),
+    # groups of a mean over prompts
+    (PROMPT_MEAN, ("group_ids", "[S]=[3]")),
+    ({**PROMPT_MEAN, "denominator": 2}, ("group_ids",)),
+    ({**PROMPT_MEAN, "group_tokens": torch.full((S,), 9)}, ("group_ids", "denominator")),
+    ({**PROMPT_MEAN, "group_ids": GROUPS, "group_tokens": torch.tensor([5, 1, 2])}, ("group_tokens", "sequence 2")),
+    ({**PROMPT_MEAN, "group_ids": GROUPS, "group_tokens": torch.tensor([5, math.nan, 5])}, ("group_tokens", "nan")),
+    ({"group_ids": GROUPS}, ("group_ids", PROMPT_MEAN["aggregate"], "token-mean")),
+    ({"group_tokens": GROUPS + 9, "aggregate": "seq-mean-token-mean"}, ("group_tokens", "seq-mean-token-mean")),
+]
+OF_EVERY_LOSS: list[tuple[str, list[Any], Any, dict[str, Any]]] = [
+    ("objective", [3, Objective], TypeError, {}),
+    ("denominator", [0, 0.0, -1.0, math.nan, math.inf, torch.tensor(0.0), torch.tensor(math.nan)], ValueError, {}),
+    ("denominator", [torch.ones(2), "many"], REFUSALS, {}),
+    ("generator", [3, "seed"], TypeError, {"objective": "clip_cov"}),
+    ("selection", ["text", [True] * T, 1j, IDS, BOOLS[:5]], REFUSALS, {"top_entropy": 0.5}),
+    ("group_ids", [GROUPS[:2], torch.zeros(T, dtype=torch.int64), torch.tensor(1)], ValueError, PROMPT_MEAN),
+    ("group_ids", [GROUPS.float(), GROUPS.bool(), [0, 1, 0]], TypeError, PROMPT_MEAN),
+    ("group_tokens", [GROUPS.bool(), 5], TypeError, {**PROMPT_MEAN, "group_ids": GROUPS}),
+    ("group_tokens", [torch.ones(2)], ValueError, {**PROMPT_MEAN, "group_ids": GROUPS}),
+]
+KEYWORDS = [
+    ("clip_hihg", "clip_high"),
+    ("epsilon", "clip_low"),
+    ("epsilon_high", "clip_high"),
+    ("beta", "kl_coef"),
+    ("loss_type", "objective"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WITHOUT_MEANING, ids=lambda v: "-".join(v))
+def test_arguments_that_have_no_meaning_together(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    for function in LOSSES:
+        entropy = {"entropy": torch.ones(T)} if function == "policy_loss" else {}
+        refused(ValueError, function, {**good(function), **entropy, **changes}, *words)
+
+
+@pytest.mark.parametrize(("name", "values", "error", "others"), OF_EVERY_LOSS, ids=lambda v: v if v is str(v) else "")
+def test_a_wrong_value_for_every_loss(name: str, values: list[Any], error: Any, others: dict[str, Any]) -> None:
+    for function in LOSSES:
+        for value in values:
+            got = str(list(value.shape)) if isinstance(value, Tensor) and error is ValueError and value.dim() else ""
+            refused(error, function, {**good(function), **others, name: value}, name, got)
+
+
+def test_an_unknown_objective_lists_the_known() -> None:
+    for function in LOSSES:
+        refused(ValueError, function, {**good(function), "objective": "dapo2"}, "dapo2", *OBJECTIVES)
+
+
+@pytest.mark.parametrize(("keyword", "ours"), KEYWORDS)
+def test_a_keyword_that_is_not_ours_gets_a_suggestion(keyword: str, ours: str) -> None:
+    for function in LOSSES:
+        refused(TypeError, function, {**good(function), keyword: 0.1}, repr(keyword), repr(ours), *FIELDS)
+
+
+OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
+    ("dapo_loss", "logits", torch.ones(V), ValueError, ("[11]",)),
+    ("dapo_loss", "logits", torch.ones(T, V, dtype=torch.int64), TypeError, ("int64",)),
+    ("dapo_loss", "target_ids", IDS.float(), TypeError, ("float32",)),
+    ("dapo_loss", "target_ids", IDS.bool(), TypeError, ("bool",)),
+    ("dapo_loss", "advantages", torch.ones(32, 128), ValueError, ("[T]=[6]", "[S]=[3]", "[32, 128]")),
+    ("dapo_loss", "mask", torch.full((T,), 0.5), ValueError, ("importance_weights",)),
+    ("dapo_loss", "inplace_backward", 1, TypeError, ("True", "False")),
+    ("dapo_loss", "entropy", 1, TypeError, ("True", "False")),
+    ("dapo_loss", "cu_seqlens", torch.tensor([0.0, 6.0]), TypeError, ("float32",)),
+    *(("dapo_loss", "cu_seqlens", torch.tensor(x).int(), ValueError, ()) for x in ([0, 5], [0, 7], [1, 6], [6], [])),
+    ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
+    ("policy_loss", "logprobs", torch.tensor(-1.0), ValueError, ("[]",)),
+    ("policy_loss", "logprobs", IDS, TypeError, ("int64",)),
+    ("policy_loss", "entropy_coef", 0.1, ValueError, ("entropy",)),
+    ("policy_loss", "top_entropy", 0.5, ValueError, ("entropy",)),
+    ("linear_dapo_loss", "hidden", torch.ones(H), ValueError, ("[4]",)),
+    ("linear_dapo_loss", "hidden", torch.ones(T, H).int(), TypeError, ("int32",)),
+    ("linear_dapo_loss", "weight", torch.ones(V, H + 1), ValueError, ("[11, 5]", "4")),
+    ("linear_dapo_loss", "weight", torch.ones(V, H).bfloat16(), TypeError, ("bfloat16", "float32")),
+    ("linear_dapo_loss", "weight", torch.ones(V, H, device="meta"), ValueError, ("meta",)),
+    ("linear_dapo_loss", "bias", torch.ones(V + 1), ValueError, ("[11]", "[12]")),
+    ("linear_dapo_loss", "bias", torch.ones(V).half(), TypeError, ("float16", "float32")),
+    ("linear_dapo_loss", "chunk_bytes", 0, ValueError, ("0",)),
+    ("linear_dapo_loss", "softcap", 0.0, ValueError, ("0.0",)),
+    ("linear_dapo_loss", "softcap", -3.0, ValueError, ("-3.0",)),
+    ("linear_dapo_loss", "main_grad", torch.ones(H, V), ValueError, ()),
+    ("linear_dapo_loss", "main_grad", torch.ones(V, H).bfloat16(), REFUSALS, ()),
+    ("linear_dapo_loss", "main_grad", torch.ones(V, H), ValueError, ("weight",)),  # which needs no gradient
+    ("preference_loss", "cu_seqlens", None, ValueError, ()),
+    ("preference_loss", "loss_type", "kto", ValueError, ("sigmoid", "hinge", "ipo", "kto")),
+    ("preference_loss", "beta", 0.0, ValueError, ("0.0",)),
+    ("preference_loss", "label_smoothing", 0.5, ValueError, ("0.5",)),
+    ("preference_loss", "pairs", torch.tensor([[0, 4]]), ValueError, ("3", "4")),
+    ("preference_loss", "pairs", torch.tensor([0, 1]), ValueError, ("[P, 2]",)),
+    ("preference_loss", "pairs", torch.tensor([[0.0, 1.0]]), TypeError, ()),
+    ("preference_loss", "bata", 0.1, TypeError, ("'bata'",)),
+    ("preference_loss", "denominator", 0, ValueError, ("0",)),
+    ("preference_loss", "ref_logprobs", torch.zeros(5), ValueError, ("[T]=[6]", "[S]=[4]", "[5]")),
+]
 
 
 @pytest.mark.parametrize(
-    "name", ["target_ids", "old_logprobs", "mask", "ref_logprobs", "importance_weights", "advantages"]
+    ("function", "name", "value", "error", "words"), OF_ONE, ids=lambda v: v if v is str(v) else ""
 )
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_wrong_shapes(name: str, layout: str) -> None:
-    arguments = packed if layout == "packed" else padded
-    dtype = torch.int64 if name == "target_ids" else torch.float32
-    kl = {"kl_coef": 0.1} if name == "ref_logprobs" else {}
-    wrong = torch.ones(T + 1 if layout == "packed" else (2, 4), dtype=dtype)
-    expected = "[6]" if layout == "packed" else "[2, 3]"
-    refused(ValueError, (dapo_loss, arguments(**{name: wrong}, **kl)), name, expected, str(list(wrong.shape)))
-    refused(ValueError, (dapo_loss, arguments(**{name: torch.ones((), dtype=dtype)}, **kl)), name, expected)
-    if layout == "padded":  # a packed tensor beside padded logits
-        flat = torch.ones(T, dtype=dtype)
-        refused(ValueError, (dapo_loss, arguments(**{name: flat}, **kl)), name, expected, "[6]")
+def test_a_wrong_value_for_one_function(function: str, name: str, value: Any, error: Any, words: tuple[str]) -> None:
+    refused(error, function, {**good(function), name: value}, name, *words)
 
 
-def shifted_but_for_the_rows(layout: str) -> list[Call]:
-    """Every function of logits or hidden states, given all positions beside targets from the second one on."""
-    lengths = (2, 5, 3, 4)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    less = bounds - torch.arange(len(lengths) + 1)  # of the shifted sequences
-    n_rows, n = (int(bounds[-1]), int(less[-1])) if layout == "packed" else (20, 16)
-
-    def laid(x: Tensor) -> Tensor:
-        return x if layout == "packed" else x.unflatten(0, (4, -1))
-
-    head = {"hidden": laid(torch.randn(n_rows, H)), "weight": torch.randn(V, H)}
-    logits = {"logits": laid(torch.randn(n_rows, V))}
-    ids = {"target_ids": laid(torch.ones(n, dtype=torch.int64))}
-    how = {"mask": laid(torch.ones(n, dtype=torch.bool))}
-    packed_too = {"cu_seqlens": less} if layout == "packed" else {}
-    of_loss = {"old_logprobs": laid(torch.full((n,), -2.0)), "advantages": laid(torch.ones(n)), **how, **packed_too}
-    pairs = {"ref_logprobs": laid(torch.full((n,), -2.0)), **how, **packed_too}
-    calls: list[Call] = [
-        (dapo_loss, {**logits, **ids, **of_loss}),
-        (policy_loss_from_logits, {**logits, **ids, **of_loss, "objective": "gspo"}),
-        (linear_dapo_loss, {**head, **ids, **of_loss}),
-        (policy_loss_from_hidden, {**head, **ids, **of_loss, "objective": "gspo"}),
-        (preference_loss, {**logits, **ids, **pairs}),
-        (linear_preference_loss, {**head, **ids, **pairs}),
-    ]
-    if layout == "padded":  # packed they know no bounds
-        calls += [(token_logprobs, logits | ids), (linear_token_logprobs, {**head, **ids, **how})]
-    return calls
+def test_arguments_of_pairs_that_do_not_fit() -> None:
+    given = good("preference_loss")
+    smoothed_hinge = {"label_smoothing": 0.1, "loss_type": "hinge"}
+    refused(ValueError, "preference_loss", {**given, **smoothed_hinge}, "label_smoothing", "hinge")
+    refused(ValueError, "preference_loss", {**given, "cu_seqlens": BOUNDS}, "sequences", "pairs", "3")
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_rows_that_are_not_shifted_are_named(layout: str) -> None:
-    for fn, given in shifted_but_for_the_rows(layout):
-        name = "logits" if "logits" in given else "hidden"
-        refused(ValueError, (fn, given), f"{name} must", "target_ids")
+@pytest.mark.parametrize("function", ["dapo_loss", "linear_dapo_loss", "token_logprobs", "linear_token_logprobs"])
+def test_a_temperature_or_vocabulary_out_of_range(function: str) -> None:
+    for name, values in (("temperature", (0.0, -0.5, math.nan, math.inf)), ("valid_vocab", (0, V + 1, "11", True))):
+        for value in values:
+            refused(ValueError, function, {**good(function), name: value}, name, str(value))
+
+
+def test_of_the_padded_layout() -> None:
+    per_token = ("target_ids", "old_logprobs", "mask", "ref_logprobs", "importance_weights", "advantages")
+    for name in per_token:
+        value = torch.ones(T, dtype=torch.int64 if name == "target_ids" else torch.float32)
+        kl = {"kl_coef": 0.1, "ref_logprobs": LOGPROBS.view(2, 3)}
+        for wrong in (value, value[0], value[:4].view(2, 2)):
+            refused(ValueError, "dapo_loss", {**padded("dapo_loss"), **kl, name: wrong}, name, "[2, 3]")
+    refused(ValueError, "dapo_loss", {**padded("dapo_loss"), "cu_seqlens": BOUNDS}, "cu_seqlens", "[2, 3]")
+    refused(
+        ValueError, "dapo_loss", {**padded("dapo_loss"), **PROMPT_MEAN, "group_ids": GROUPS}, "group_ids", "[B]=[2]"
+    )
 
 
 @pytest.mark.parametrize(
-    ("keyword", "ours"),
-    [("epsilon", "clip_low"), ("epsilon_high", "clip_high"), ("beta", "kl_coef"), ("loss_type", "objective")],
+    "function", [name for name in FUNCTIONS if name not in ("policy_loss", "preference_loss_from_logprobs")]
 )
-def test_keywords_of_other_libraries_get_a_suggestion(keyword: str, ours: str) -> None:
-    for fn, arguments in ((dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)):
-        refused(TypeError, (fn, arguments(**{keyword: 0.1})), repr(keyword), repr(ours))
+def test_rows_that_are_not_shifted_are_named(function: str) -> None:  # fmt: skip
+    """All positions beside targets from the second one on. Packed log-probs alone know no bounds."""
+    rows, layouts = "hidden" if "hidden" in good(function) else "logits", []
+    flat = good(function)
+    if "cu_seqlens" in flat:
+        n = flat["cu_seqlens"].numel() - 1
+        layouts.append({**flat, rows: torch.cat([flat[rows], flat[rows][:n]])})
+    square = padded(function)
+    layouts.append({**square, rows: torch.cat([square[rows], square[rows][:, :1]], 1)})
+    for arguments in layouts:
+        refused(ValueError, function, arguments, rows, "shifted", "target_ids")
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_wrong_temperature_shape(layout: str) -> None:
-    arguments = packed if layout == "packed" else padded
-    refused(ValueError, (dapo_loss, arguments(temperature=torch.ones(5))), "temperature", "[5]")
+@pytest.mark.parametrize("bad", [-1, V, -100, 2**40])
+def test_target_ids_out_of_range(backend: str, bad: int) -> None:
+    """IndexError on a live token at every function; on a dead token it is padding."""
+    for at in (0, T - 1):
+        ids, dead = IDS.clone(), BOOLS.clone()
+        ids[at], dead[at] = bad, False
+        for function in FUNCTIONS[:2] + FUNCTIONS[3:5]:
+            for needs in (False, True):
+                given = {**good(function), "target_ids": ids}
+                for name in ("logits", "weight"):
+                    if name in given:
+                        given[name] = given[name].clone().requires_grad_(needs)
+                with pytest.raises(IndexError) as caught:
+                    run(function, given)
+                assert all(word in str(caught.value) for word in ("target", str(bad), str(V)))
+                if function in LOSSES:
+                    assert bool(torch.isfinite(run(function, {**given, "mask": dead}).loss))
+    dapo_loss(**{**good("dapo_loss"), "target_ids": torch.full((T,), V - 1, dtype=torch.int32)})
+    with pytest.raises(IndexError, match=r"10"):
+        dapo_loss(**{**good("dapo_loss"), "target_ids": torch.full((T,), V - 1)}, valid_vocab=V - 1)
 
 
-def test_wrong_ranks() -> None:
-    refused(ValueError, (dapo_loss, packed(logits=torch.randn(V))), "logits", "[11]")
-    refused(ValueError, (dapo_loss, packed(logits=torch.randn(1, 2, 3, V))), "logits", "[1, 2, 3, 11]")
-    refused(ValueError, (linear_dapo_loss, linear(hidden=torch.randn(H))), "hidden", "[4]")
-    refused(ValueError, (policy_loss, policy(logprobs=torch.tensor(-1.0))), "logprobs")
-    refused(ValueError, (policy_loss, policy(logprobs=torch.randn(1, 2, 3))), "logprobs", "[1, 2, 3]")
+@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan])
+def test_temperature_per_token_must_be_positive_where_live(backend: str, bad: float) -> None:
+    temperature = torch.ones(T)
+    temperature[3] = bad
+    for function in LOSSES[:2]:
+        given = {**good(function), "temperature": temperature}
+        with pytest.raises(ValueError, match="temperature"):
+            run(function, given)
+        assert bool(torch.isfinite(run(function, {**given, "mask": IDS != 3}).loss))
 
 
-def test_wrong_head() -> None:
-    refused(ValueError, (linear_dapo_loss, linear(weight=torch.randn(V, H + 1))), "weight", "[11, 5]", "4")
-    refused(ValueError, (linear_dapo_loss, linear(weight=torch.randn(V))), "weight", "[11]")
-    refused(ValueError, (linear_dapo_loss, linear(bias=torch.randn(V + 1))), "bias", "[11]", "[12]")
-    refused(TypeError, (linear_dapo_loss, linear(weight=torch.randn(V, H).bfloat16())), "weight", "bfloat16", "float32")
-    refused(TypeError, (linear_dapo_loss, linear(bias=torch.randn(V).half())), "bias", "float16", "float32")
-    refused(ValueError, (linear_dapo_loss, linear(chunk_bytes=0)), "chunk_bytes", "0")
-    refused(ValueError, (linear_dapo_loss, linear(softcap=0.0)), "softcap", "0.0")
-    refused(ValueError, (linear_dapo_loss, linear(softcap=-3.0)), "softcap", "-3.0")
+# --- any wrong value --------------------------------------------------------------------------------------
+
+TENSORS = ("logits", "hidden", "weight", "bias", "target_ids", "logprobs", "old_logprobs", "advantages", "mask")
+TENSORS += ("cu_seqlens", "importance_weights", "ref_logprobs", "entropy")
+WRONG_TENSORS: list[Any] = [
+    "text",
+    3,
+    [0.0] * T,
+    torch.zeros(T + 1),
+    torch.zeros(2, 2, 2, 2),
+    torch.zeros(()),
+    torch.zeros(T, dtype=torch.complex64),
+    torch.zeros(T, V, H),
+    torch.zeros(T, device="meta"),
+    torch.zeros(3, T, dtype=torch.int64),
+]
+WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), torch.zeros(3, 3), 1j]
+# Values in the lists above that these arguments do take.
+TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("clip_low", "clip_high"), (0.0,)),
+    "entropy_coef": (0.0, -1.0),
+    "kl_coef": (),
+    "kl_through_ratio": (),
+    "off_policy_mask": (0.0, None),
+    **dict.fromkeys(("softcap", "chunk_bytes", "denominator", "dual_clip", "length_norm", "top_entropy"), (None,)),
+    **dict.fromkeys(("clip_cov", "kl_cov", "max_old_prob", "vespo", "bias", "mask", "importance_weights"), (None,)),
+}
 
 
-def test_wrong_dtypes() -> None:
-    refused(TypeError, (dapo_loss, packed(logits=torch.ones(T, V, dtype=torch.int64))), "logits", "int64")
-    refused(TypeError, (dapo_loss, packed(logits=torch.ones(T, V, dtype=torch.complex64))), "logits", "complex64")
-    refused(TypeError, (dapo_loss, packed(target_ids=torch.ones(T))), "target_ids", "float32")
-    refused(TypeError, (dapo_loss, packed(target_ids=torch.ones(T, dtype=torch.bool))), "target_ids", "bool")
-    refused(TypeError, (dapo_loss, packed(cu_seqlens=torch.tensor([0.0, 6.0]))), "cu_seqlens", "float32")
-    refused(TypeError, (policy_loss, policy(logprobs=torch.ones(T, dtype=torch.int64))), "logprobs", "int64")
-    refused(TypeError, (linear_dapo_loss, linear(hidden=torch.ones(T, H, dtype=torch.int32))), "hidden", "int32")
+def with_most_arguments(function: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"mask": IDS < 5, "temperature": 1.0, "bias": torch.zeros(V), "softcap": 9.0}
+    more |= {"chunk_bytes": 4096, "importance_weights": torch.ones(T), "ref_logprobs": LOGPROBS, "kl_coef": 0.1}
+    more |= {"denominator": 4.0, "entropy": torch.ones(T)} if function == "policy_loss" else {"denominator": 4.0}
+    known = inspect.signature(getattr(dapo_kernels, function)).parameters
+    return {**good(function), **{name: value for name, value in more.items() if name in known}}
 
 
-@pytest.mark.parametrize("name", ["logits", "target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])
-def test_lists_are_not_tensors(name: str) -> None:
-    refused(TypeError, (dapo_loss, packed(**{name: [1.0] * T})), name, "list")
+@pytest.mark.parametrize("function", [*LOSSES, "token_logprobs", "linear_token_logprobs"])
+def test_a_wrong_argument_is_named(function: str) -> None:
+    """One argument wrong, the others right: refused at the boundary, by its name."""
+    right = with_most_arguments(function)
+    for name in sorted({*right, *(FIELDS if function in LOSSES else ())} - {"objective"}):
+        for value in WRONG_TENSORS if name in TENSORS else WRONG_NUMBERS:
+            if any(value is ok or (isinstance(value, float) and value == ok) for ok in TAKEN.get(name, ())):
+                continue
+            if isinstance(value, Tensor) and name == next(iter(right)) and value.dim() in (1, 3):
+                continue  # the first argument sets the layout: another shape or device makes the others wrong
+            with pytest.raises(REFUSALS) as caught:
+                run(function, {**right, name: value})
+            assert name in str(caught.value), f"{function}({name}={value!r}): {caught.value}"
+
+
+@given(
+    function=st.sampled_from(LOSSES),
+    objective=st.sampled_from(sorted(OBJECTIVES)),
+    changes=st.dictionaries(
+        st.sampled_from([*FIELDS, "selection", "generator", "old_logprobs", "cu_seqlens", "ref_logprobs", "mask"]),
+        st.sampled_from(
+            [None, 0.0, 0.3, 2.0, -1.0, True, "token", "sequence", "clip", "sapo", "k1", "token-mean", (0.2, 1.0),
+             (0.2, 0.0, 3.0), (), torch.ones(T), BOOLS, torch.ones(S), torch.tensor(0.5), torch.Generator()]
+        ),
+        max_size=4,
+    ),
+)  # fmt: skip
+@settings(FIXED, max_examples=200)
+def test_any_mixture_of_arguments_runs_or_is_refused(function: str, objective: str, changes: dict[str, Any]) -> None:
+    """No combination ends in anything but a result or a documented exception that names one of the arguments."""
+    arguments = {**with_most_arguments(function), "objective": objective, **changes}
+    if not OBJECTIVES[objective].kl_coef and "kl_coef" not in changes:
+        del arguments["kl_coef"]
+        if "ref_logprobs" not in changes:
+            del arguments["ref_logprobs"]
+    message = ""
+    try:
+        assert bool(run(function, arguments).loss.isfinite()), (function, objective, changes)
+    except REFUSALS as error:
+        message = str(error)
+    assert not message or any(name in message for name in [*arguments, *FIELDS]), message
+
+
+# --- log-probs --------------------------------------------------------------------------------------------
+
+WITH_LOGPROBS: list[tuple[str, str, dict[str, Any]]] = [
+    ("dapo_loss", "old_logprobs", {}),
+    ("dapo_loss", "ref_logprobs", {"kl_coef": 0.1}),
+    ("linear_dapo_loss", "old_logprobs", {}),
+    ("policy_loss", "old_logprobs", {}),
+    ("policy_loss", "logprobs", {}),
+    ("policy_loss", "logprobs", {"old_logprobs": None}),
+    ("policy_loss", "ref_logprobs", {"kl_coef": 0.1}),
+    ("preference_loss", "ref_logprobs", {}),
+    ("linear_preference_loss", "ref_logprobs", {}),
+    ("preference_loss_from_logprobs", "ref_logprobs", {}),
+    ("preference_loss_from_logprobs", "logprobs", {}),
+    ("preference_loss_from_logprobs", "ref_logprobs", {"ref_logprobs": torch.full((4,), -4.0)}),  # summed
+]
+
+
+@pytest.mark.parametrize("layout", [good, padded], ids=["packed", "padded"])
+@pytest.mark.parametrize(("function", "name", "changes"), WITH_LOGPROBS)
+def test_probabilities_are_no_logprobs(function: str, name: str, changes: dict[str, Any], layout: Any) -> None:
+    """Also one of many; not a dead token's, not a NaN, and not what rounding puts above 0."""
+    arguments = {**layout(function), **changes}
+    if layout is padded and "ref_logprobs" in changes:
+        arguments["ref_logprobs"] = torch.full((2,), -4.0)
+    right = arguments.get(name, LOGPROBS.view(arguments["advantages"].shape) if "advantages" in arguments else None)
+    run(function, {**arguments, name: right})
+    refused(ValueError, function, {**arguments, name: right.exp()}, name)
+    for bad, is_refused in ((0.3, True), (math.inf, True), (math.nan, False), (-math.inf, False), (1e-4, False)):
+        one = right.clone()
+        one.view(-1)[1] = bad
+        if is_refused:
+            refused(ValueError, function, {**arguments, name: one}, name)
+        else:
+            run(function, {**arguments, name: one})
+    if right.numel() == T:
+        one.view(-1)[1] = 0.3
+        run(function, {**arguments, name: one, "mask": (IDS != 1).view(one.shape)})
+
+
+def test_no_live_token_anywhere_is_a_count_of_zero() -> None:
+    logprobs, dead = torch.zeros(3, requires_grad=True), torch.zeros(3, dtype=torch.bool)
+    out = policy_loss(logprobs, None, torch.ones(3), mask=dead, denominator=torch.tensor(0))
+    out.loss.backward()
+    assert out.loss == 0
+    assert logprobs.grad is not None
+    assert not logprobs.grad.any()
+
+
+# --- parts of tensors -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -233,232 +498,57 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_a_shard_is_not_the_whole(mesh: DeviceMesh) -> None:
     """FSDP2's parameters outside the forward pass: torch would end in "got mixed torch.Tensor and DTensor"."""
 
-    def shard(x: Tensor) -> Tensor:
+    def shard(x: Tensor) -> DTensor:
         return distribute_tensor(x, mesh, [Shard(0)])
 
-    others = {name: x for name, x in linear(bias=torch.randn(V)).items() if name != "weight"}
-    calls: list[Call] = [
-        *((linear_dapo_loss, linear(**{name: shard(x)})) for name, x in others.items()),
-        (linear_token_logprobs, {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), "target_ids": shard(IDS)}),
-        (policy_loss, policy(logprobs=shard(torch.full((T,), -2.1)))),
-    ]
-    for fn, kwargs in calls:
-        (name,) = (name for name, x in kwargs.items() if isinstance(x, DTensor))
-        refused(TypeError, (fn, kwargs), f"{name} must be", "DTensor", "fully_shard", "docs/guide.md", "full_tensor()")
-    for fn, given in ((dapo_loss, packed()), (token_logprobs, {"logits": torch.randn(T, V), "target_ids": IDS})):
-        given["logits"] = shard(given["logits"])
-        refused(ValueError, (fn, given), "logits, a DTensor, must be Shard(1)", "fully_shard")
+    head = {**good("linear_dapo_loss"), "bias": torch.randn(V)}
+    for name in set(head) - {"weight"}:
+        refused(TypeError, "linear_dapo_loss", {**head, name: shard(head[name])}, name, "DTensor", "docs/guide.md")
+    stats = good("linear_token_logprobs")
+    refused(TypeError, "linear_token_logprobs", {**stats, "target_ids": shard(IDS)}, "target_ids", "DTensor")
+    refused(TypeError, "policy_loss", {**good("policy_loss"), "logprobs": shard(LOGPROBS)}, "logprobs", "DTensor")
+    for function in ("dapo_loss", "token_logprobs"):
+        given = good(function)
+        refused(ValueError, function, {**given, "logits": shard(given["logits"])}, "logits", "DTensor", "Shard(1)")
     two = init_device_mesh("cpu", (1, 1))
-    head = distribute_tensor(torch.randn(V, H), two, [Shard(0), Shard(0)])
-    refused(
-        ValueError, (linear_dapo_loss, linear(weight=head)), "weight, a DTensor", "mesh of one dimension", "fully_shard"
-    )
+    weight = distribute_tensor(torch.randn(V, H), two, [Shard(0), Shard(0)])
+    refused(ValueError, "linear_dapo_loss", {**good("linear_dapo_loss"), "weight": weight}, "weight", "DTensor")
 
 
-@pytest.mark.parametrize("name", ["target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens"])
-def test_mixed_devices(name: str) -> None:
-    """The meta device stands for any other one."""
-    value: Tensor = packed().get(name, torch.ones(T, dtype=torch.bool))
-    refused(ValueError, (dapo_loss, packed(**{name: value.to("meta")})), name, "cpu", "meta")
+# --- backends ---------------------------------------------------------------------------------------------
 
 
-def test_mixed_devices_of_a_head() -> None:
-    refused(ValueError, (linear_dapo_loss, linear(weight=torch.randn(V, H, device="meta"))), "weight", "meta")
+def chosen() -> str:
+    return backend_for("test", torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("aggregate", ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-@pytest.mark.parametrize("make", [(dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)])
-def test_per_sequence_things_need_cu_seqlens_when_packed(
-    aggregate: str, make: tuple[Callable[..., Any], Callable[..., dict[str, Any]]]
-) -> None:
-    fn, arguments = make
-    norm = {"length_norm": 8.0} if aggregate.endswith("norm") else {}
-    refused(ValueError, (fn, arguments(cu_seqlens=None, aggregate=aggregate, **norm)), "cu_seqlens", aggregate)
-
-
-def test_advantages_per_sequence_need_cu_seqlens_when_packed() -> None:
-    refused(ValueError, (dapo_loss, packed(cu_seqlens=None, advantages=torch.ones(S))), "advantages", "cu_seqlens")
-
-
-def test_cu_seqlens_beside_padded_logits_is_refused() -> None:
-    cu_seqlens = torch.tensor([0, 3, 6], dtype=torch.int32)
-    refused(ValueError, (dapo_loss, padded(cu_seqlens=cu_seqlens)), "cu_seqlens", "padded")
-
-
-@pytest.mark.parametrize("bounds", [[0, 2, 5], [0, 2, 7], [1, 3, 6], [0, 4, 2, 6], [6], []])
-def test_cu_seqlens_that_do_not_fit(bounds: list[int]) -> None:
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    refused(ValueError, (dapo_loss, packed(cu_seqlens=cu_seqlens)), "cu_seqlens")
-    refused(ValueError, (dapo_loss, packed(cu_seqlens=torch.zeros(2, 2, dtype=torch.int32))), "cu_seqlens", "[2, 2]")
-
-
-@pytest.mark.parametrize("bad", [-1, V, V + 1, -100, 2**40])
-def test_target_ids_out_of_range(backend: str, bad: int) -> None:
-    """IndexError on a live token, anywhere and at every entry point; on a dead token it is padding."""
-    for at in (0, T - 1):
-        ids = torch.arange(T)
-        ids[at] = bad
-        dead = torch.ones(T, dtype=torch.bool)
-        dead[at] = False
-        calls: list[Call] = [
-            (dapo_loss, packed(target_ids=ids)),
-            (dapo_loss, packed(target_ids=ids, logits=torch.randn(T, V, requires_grad=True), inplace_backward=True)),
-            (linear_dapo_loss, linear(target_ids=ids)),
-            (linear_dapo_loss, linear(target_ids=ids, weight=torch.randn(V, H, requires_grad=True))),
-            (token_logprobs, {"logits": torch.randn(T, V), "target_ids": ids}),
-            (linear_token_logprobs, {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), "target_ids": ids}),
-        ]
-        for fn, kwargs in calls:
-            with pytest.raises(IndexError, match=re.escape(str(bad))) as caught:
-                fn(**kwargs)
-            assert "target" in str(caught.value)
-            assert str(V) in str(caught.value)
-        for fn, kwargs in calls[:4]:
-            assert bool(torch.isfinite(fn(**kwargs, mask=dead).loss))
-
-
-def test_the_largest_target_id_is_fine(backend: str) -> None:
-    dapo_loss(**packed(target_ids=torch.full((T,), V - 1)))
-    dapo_loss(**packed(target_ids=torch.full((T,), V - 1, dtype=torch.int32)))
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, 0, float("nan")])
-def test_denominator_must_be_positive(bad: float) -> None:
-    for call in ((dapo_loss, packed), (linear_dapo_loss, linear), (policy_loss, policy)):
-        refused(ValueError, (call[0], call[1](denominator=bad)), "denominator", str(bad))
-
-
-def test_denominator_must_be_a_scalar() -> None:
-    refused(ValueError, (dapo_loss, packed(denominator=torch.ones(2))), "denominator", "[2]")
-    refused((TypeError, ValueError), (dapo_loss, packed(denominator="many")), "denominator")
-
-
-@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan"), float("inf")])
-def test_temperature_must_be_positive(bad: float) -> None:
-    calls: list[Call] = [
-        (dapo_loss, packed()),
-        (linear_dapo_loss, linear()),
-        (token_logprobs, {"logits": torch.randn(T, V), "target_ids": torch.arange(T)}),
-        (
-            linear_token_logprobs,
-            {"hidden": torch.randn(T, H), "weight": torch.randn(V, H), "target_ids": torch.arange(T)},
-        ),
-    ]
-    for fn, kwargs in calls:
-        refused(ValueError, (fn, {**kwargs, "temperature": bad}), "temperature", str(bad))
-
-
-@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan")])
-def test_temperature_per_token_must_be_positive_where_live(backend: str, bad: float) -> None:
-    temperature = torch.ones(T)
-    temperature[3] = bad
-    mask = torch.ones(T, dtype=torch.bool)
-    for call in ((dapo_loss, packed), (linear_dapo_loss, linear)):
-        fn, arguments = call
-        with pytest.raises(ValueError, match="temperature"):
-            fn(**arguments(temperature=temperature))
-        mask[3] = False
-        assert bool(torch.isfinite(fn(**arguments(temperature=temperature, mask=mask)).loss))
-        mask[3] = True
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("dual_clip", 1.0),
-        ("dual_clip", 0.5),
-        ("dual_clip", float("nan")),
-        ("clip_low", -0.1),
-        ("clip_high", -0.1),
-        ("clip_high", float("nan")),
-        ("surrogate", "clipp"),
-        ("kl_estimator", "k4"),
-        ("aggregate", "mean"),
-        ("length_norm", 0.0),
-        ("length_norm", -4.0),
-        ("kl_coef", float("nan")),
-        ("entropy_coef", float("nan")),
-    ],
-)
-def test_fields_out_of_range(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field):
-        dapo_loss(**packed(**{field: value}))
-    with pytest.raises(ValueError, match=field):
-        Objective(**{field: value})
-    with pytest.raises(ValueError, match=field):
-        dataclasses.replace(OBJECTIVES["dapo"], **{field: value})
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
-def test_kl_through_ratio_is_for_k3(estimator: str) -> None:
-    for kl_coef in (0.0, 0.1):
-        with pytest.raises(ValueError, match="kl_through_ratio"):
-            dapo_loss(
-                **packed(kl_estimator=estimator, kl_through_ratio=True, kl_coef=kl_coef, ref_logprobs=torch.ones(T))
-            )
-
-
-def test_missing_companions() -> None:
-    """What one option needs of another, and what it has no use for."""
-    refused(ValueError, (dapo_loss, packed(objective="grpo")), "ref_logprobs", "kl_coef")
-    refused(ValueError, (dapo_loss, packed(objective="dr_grpo")), "length_norm")
-    refused(ValueError, (policy_loss, policy(entropy_coef=0.1)), "entropy")
-    refused(ValueError, (dapo_loss, packed(ref_logprobs=torch.ones(T))), "ref_logprobs", "kl_coef")
-
-
-def test_use_backend_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="'fast'") as caught, use_backend("fast"):
         pass
     assert "torch" in str(caught.value)
     assert "cpp" in str(caught.value)
-    import sys
-
-    monkeypatch.setitem(sys.modules, "dapo_kernels._C", None)  # import raises ImportError
-    monkeypatch.setattr(registry, "_reasons", {})
-    with pytest.raises(RuntimeError, match="cpp") as refused_backend, use_backend("cpp"):
-        pass
-    assert "compiler" in str(refused_backend.value) or "install" in str(refused_backend.value)
+    for name, reason in available_backends().items():
+        if reason is not None:
+            with pytest.raises(RuntimeError, match=name), use_backend(name):
+                pass
 
 
-def test_use_backend_is_undone(backend: str) -> None:
-    """Nested choices and exceptions leave the outer choice in place."""
-    double = packed(logits=torch.randn(T, V, dtype=torch.float64))
-
-    def takes_float64() -> bool:
-        try:
-            dapo_loss(**double)
-        except TypeError:
-            return False
-        return True
-
-    assert takes_float64() == (backend == "torch")
-    with use_backend("torch"):
-        assert takes_float64()
-    assert takes_float64() == (backend == "torch")
-    with pytest.raises(KeyError), use_backend("torch"):
-        raise KeyError("inside")
-    assert takes_float64() == (backend == "torch")
-
-
-def test_float64_on_the_cpp_backend_is_refused(backend: str) -> None:
+def test_float64_is_for_the_torch_backend(backend: str) -> None:
+    given = {**good("dapo_loss"), "logits": torch.randn(T, V, dtype=torch.float64)}
     if backend == "torch":
-        assert dapo_loss(**packed(logits=torch.randn(T, V, dtype=torch.float64))).loss.dtype == torch.float64
-        return
-    refused(TypeError, (dapo_loss, packed(logits=torch.randn(T, V, dtype=torch.float64))), "float64", "torch")
+        assert dapo_loss(**given).loss.dtype == torch.float64
+    else:
+        refused(TypeError, "dapo_loss", given, "float64", "torch")
 
 
-def test_use_backend_leaves_nothing_behind_in_any_order() -> None:
-    """Two threads that enter and leave crosswise, and two asynchronous tasks of one thread."""
-    device = torch.device("cpu")
-    default = registry.backend_for("test", device, torch.float32)
-    assert default == "cpp"
-    barrier = threading.Barrier(2)
-    seen = {}
+def test_two_threads_and_two_tasks_each_have_their_own_backend() -> None:
+    """They enter and leave crosswise: the second to enter leaves first in threads, last in tasks."""
+    before, barrier, seen = chosen(), threading.Barrier(2), {}
 
     def thread(name: str) -> None:
         with use_backend(name):
             barrier.wait()
-            seen[name] = registry.backend_for("test", device, torch.float32)
+            seen[name] = chosen()
             if name == "torch":
                 barrier.wait()
         if name == "cpp":
@@ -470,104 +560,27 @@ def test_use_backend_leaves_nothing_behind_in_any_order() -> None:
     for one in threads:
         one.join()
     assert seen == {"torch": "torch", "cpp": "cpp"}
-    assert registry.backend_for("test", device, torch.float32) == default
-    assert registry._forced_last is None
+    assert chosen() == before
 
-    async def task(name: str, seconds: float) -> str:
-        with use_backend(name):
-            await asyncio.sleep(seconds)
-            return registry.backend_for("test", device, torch.float32)
+    async def tasks() -> list[str]:
+        entered, left = asyncio.Event(), asyncio.Event()
 
-    async def both() -> list[str]:
-        return await asyncio.gather(task("torch", 0.01), task("cpp", 0.03))
+        async def first() -> str:
+            with use_backend("torch"):
+                await entered.wait()
+                found = chosen()
+            left.set()
+            return found
 
-    assert asyncio.run(both()) == ["torch", "cpp"]
-    assert registry.backend_for("test", device, torch.float32) == default
+        async def second() -> str:
+            with use_backend("cpp"):
+                entered.set()
+                await left.wait()
+                return chosen()
 
+        return await asyncio.gather(first(), second())
 
-PAIRS = {"cu_seqlens": torch.tensor([0, 2, 3, 5, 6]), "mask": torch.tensor([1, 1, 1, 1, 0, 1])}
-WITH_LOGPROBS: dict[str, Call] = {
-    "old_logprobs of logits": (dapo_loss, packed()),
-    "old_logprobs of padded logits": (dapo_loss, padded(mask=torch.ones(2, 3))),
-    "old_logprobs of hidden": (linear_dapo_loss, linear()),
-    "old_logprobs": (policy_loss, policy()),
-    "logprobs": (policy_loss, policy()),
-    "logprobs, on-policy": (policy_loss, policy(old_logprobs=None)),
-    "ref_logprobs": (policy_loss, policy(kl_coef=0.1, ref_logprobs=torch.full((T,), -2.0))),
-    "ref_logprobs of logits": (dapo_loss, packed(kl_coef=0.1, ref_logprobs=torch.full((T,), -2.0))),
-    "ref_logprobs of pairs of logits": (preference_loss, {"logits": torch.zeros(T, V), "target_ids": IDS}),
-    "ref_logprobs of pairs of hidden": (
-        linear_preference_loss,
-        {"hidden": torch.zeros(T, H), "weight": torch.zeros(V, H), "target_ids": IDS},
-    ),
-    "ref_logprobs of pairs": (preference_loss_from_logprobs, {"logprobs": torch.full((T,), -2.1)}),
-    "ref_logprobs of pairs, summed": (
-        preference_loss_from_logprobs,
-        {"logprobs": torch.full((T,), -2.1), "ref_logprobs": torch.full((4,), -4.0)},
-    ),
-    "logprobs of pairs": (preference_loss_from_logprobs, {"logprobs": torch.full((T,), -2.1)}),
-}
-
-
-@pytest.mark.parametrize("which", WITH_LOGPROBS)
-def test_probabilities_are_no_logprobs(which: str) -> None:
-    """Also one of many; not a dead token's, not a NaN, and not what rounding puts above 0."""
-    fn, kwargs = WITH_LOGPROBS[which]
-    if "pairs" in which:
-        kwargs = {"ref_logprobs": torch.full((T,), -2.0), **PAIRS, **kwargs}
-    name = which.split()[0].rstrip(",")
-    good = kwargs[name].clone().requires_grad_()
-    fn(**{**kwargs, name: good})
-    refused(ValueError, (fn, {**kwargs, name: good.exp()}), name)
-    for bad, is_refused in ((0.3, True), (math.inf, True), (math.nan, False), (-math.inf, False), (1e-4, False)):
-        some = good.detach().clone()
-        some.view(-1)[1] = bad
-        if is_refused:
-            refused(ValueError, (fn, {**kwargs, name: some}), name)
-        else:
-            fn(**{**kwargs, name: some})
-    if good.numel() == T:
-        dead = torch.ones(T, dtype=torch.bool)
-        dead[1] = False
-        some.view(-1)[1] = 0.3
-        fn(**{**kwargs, name: some, "mask": dead.view(good.shape)})
-
-
-@pytest.mark.parametrize("value", [0.0, -3.0, math.nan, math.inf])
-def test_a_denominator_in_a_tensor_is_looked_at_where_that_is_free(value: float) -> None:
-    logprobs, advantages = torch.zeros(3, requires_grad=True), torch.ones(3)
-    with pytest.raises(ValueError, match="denominator"):
-        policy_loss(logprobs, None, advantages, denominator=torch.tensor(value))
-
-
-def test_no_live_token_anywhere_is_a_count_of_zero() -> None:
-    logprobs, dead = torch.zeros(3, requires_grad=True), torch.zeros(3, dtype=torch.bool)
-    out = policy_loss(logprobs, None, torch.ones(3), mask=dead, denominator=torch.tensor(0))
-    out.loss.backward()
-    assert out.loss == 0
-    assert not logprobs.grad.any()  # type: ignore[union-attr]
-
-
-def test_in_place_without_a_gradient_is_a_forward_pass() -> None:
-    logits, ids = torch.randn(3, 7, requires_grad=True), torch.tensor([1, 2, 3])
-    with torch.no_grad():
-        inplace = token_logprobs(logits, ids, inplace_backward=True)
-    assert torch.equal(inplace.logprobs, token_logprobs(logits, ids).logprobs)
-
-
-@pytest.mark.parametrize(
-    ("main_grad", "words"),
-    [
-        (torch.zeros(5, 4, dtype=torch.bfloat16), "main_grad"),
-        (torch.zeros(4, 5), r"main_grad .*\[5, 4\]"),
-        (3.0, "main_grad"),
-    ],
-)
-def test_main_grad_is_checked(main_grad: Any, words: str) -> None:
-    hidden, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
-    with pytest.raises((ValueError, TypeError), match=words):
-        linear_dapo_loss(hidden, weight, torch.tensor([1, 2, 3]), None, torch.ones(3), main_grad=main_grad)
-    with pytest.raises(ValueError, match="main_grad"):
-        linear_dapo_loss(
-            hidden, weight.detach(), torch.tensor([1, 2, 3]), None, torch.ones(3), main_grad=torch.zeros(5, 4)
-        )
+    assert asyncio.run(tasks()) == ["torch", "cpp"]
+    with pytest.raises(KeyError), use_backend("torch"):
+        raise KeyError("inside")
+    assert chosen() == before

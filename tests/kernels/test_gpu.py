@@ -13,13 +13,13 @@ from typing import Any
 import entries
 import pytest
 import torch
-from cases import linear_case, logits_case
+from against_oracle import check as check_float32
+from against_oracle import options
+from cases import linear_case, logits_case, rows_of, selection_mask, solve
 from closeness import as_accurate, elementwise
 from entries import LOGITS_ENTRIES, call
 from gpu import DEVICE, GIB, NEEDS_DEVICE, batch, needs_memory, poison, step
-from oracle_family import FAMILY, batch_selection, case_rows, family_solve, selection_mask, share_down
-from test_family import check as check_float32
-from test_family import options
+from oracle import batch_selection, share_down
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -65,7 +65,7 @@ def through_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_in_float32(gpu_backend: str, through_device: None, name: str, layout: str) -> None:
     changes = {"kl_coef": 0.1, "entropy_coef": 0.05}
     case = logits_case(1031, lengths=(5, 1, 9, 4), seed=41)
@@ -77,7 +77,7 @@ def test_every_objective_in_float32(gpu_backend: str, through_device: None, name
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_in_half_precision(
     gpu_backend: str, through_device: None, name: str, dtype: torch.dtype
 ) -> None:
@@ -86,14 +86,14 @@ def test_every_objective_in_half_precision(
     logits = logits_case(1031, lengths=(5, 1, 9, 4), seed=41, dtype=dtype)
     linear = linear_case(517, 64, lengths=(5, 1, 9, 4), seed=44, dtype=dtype)
     for entry, case in (("logits", logits), ("inplace", logits), ("linear", linear)):
-        rows = case_rows(case, o, torch.float64)
-        picked = batch_selection(rows.inputs, rows.live, case.spans, o)
+        _, x = rows_of(case, o)
+        picked = batch_selection(x, o)
         if o.clip_cov is not None:
-            picked = set(sorted(picked)[: share_down(rows.live, o.clip_cov[0])])
+            picked = set(sorted(picked)[: share_down(x.live, o.clip_cov[0])])
         selects = OBJECTIVES[name].batch_selection is not None
         extra = {"selection": selection_mask(case, picked)} if selects else {}
-        truth = family_solve(case, o, selected=picked)
-        eager = family_solve(case, o, selected=picked, dtype=dtype)
+        truth = solve(case, o, selected=picked)
+        eager = solve(case, o, selected=picked, dtype=dtype)
         out, grads = call(entry, case, name, ref_logprobs=case.ref_logprobs, **extra, **keywords)
         as_accurate(out.loss, truth.loss, eager.loss, what=f"{entry} loss", scale=max(1.0, abs(float(truth.loss))))
         for key, grad in grads.items():

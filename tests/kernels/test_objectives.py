@@ -1,202 +1,156 @@
-"""Every row of the table against its paper's equation, spelled longhand in float64 autograd (oracle.py)."""
+"""Every row of the objectives table, at every function and in both layouts, in values, gradients and metrics: with its
+own constants against its paper's equation, with other options against the oracle.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from cases import Case, call_linear, call_logits, linear_case, logits_case, logits_of
-from closeness import as_accurate, elementwise
-from oracle import (
-    Flat,
-    dapo_paper,
-    dr_grpo_paper,
-    grpo_paper,
-    ppo_paper,
-    reinforce_paper,
-    row_log_softmax,
-)
+from against_oracle import LENGTH_NORM, Problem, as_logprobs, check_call, options
+from cases import Case, linear_case, logits_case, solve
+from closeness import elementwise
+from entries import call, token_values
+from oracle import PROMPT_MEAN, Options, TokenInputs
+from oracle_papers import MAX_TOKENS, PAPERS, Flat
 from torch import Tensor
 
-from dapo_kernels import OBJECTIVES, Objective, dapo_loss, linear_dapo_loss, policy_loss
+from dapo_kernels import OBJECTIVES, Objective, dapo_loss, use_backend
+from dapo_kernels.objectives.table import AGGREGATES
 
-LENGTH_NORM = 12.0
-PAPERS: dict[str, Callable[[Flat], Tensor]] = {
-    "ppo": ppo_paper,
-    "grpo": grpo_paper,
-    "dapo": dapo_paper,
-    "dr_grpo": lambda x: dr_grpo_paper(x, max_tokens=LENGTH_NORM),
-    "reinforce": reinforce_paper,
-}
-EXTRA = {"dr_grpo": {"length_norm": LENGTH_NORM}}
-
-
-def extra_inputs(name: str, case: Case) -> dict[str, object]:
-    """What a row needs beyond the common arguments."""
-    return {**EXTRA.get(name, {}), **({"ref_logprobs": case.ref_logprobs} if name == "grpo" else {})}
-
-
-def paper_solution(name: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    """The paper's loss and its gradients, every step in `dtype`."""
-    leaves = {key: leaf.detach().to(dtype, copy=True).requires_grad_() for key, leaf in case.leaves.items()}
-    logits = logits_of(leaves, case.softcap)
-    logprobs = torch.stack([row_log_softmax(z, 1.0)[y] for z, y in zip(logits, case.target_ids, strict=True)])
-    live = [bool(m) for m in case.mask.tolist()]
-    flat = Flat(
-        logprobs,
-        case.old_logprobs.to(dtype),
-        case.advantages.to(dtype),
-        case.ref_logprobs.to(dtype),
-        live,
-        case.spans,
-    )
-    loss = PAPERS[name](flat)
-    loss.backward()
-    return loss.detach(), {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_logits_level_is_the_papers_equation(backend: str, name: str) -> None:
-    case = logits_case(vocab=37, lengths=(6, 3, 11, 2), seed=11)
-    truth, grads = paper_solution(name, case, torch.float64)
-    eager, eager_grads = paper_solution(name, case, torch.float32)
-    out, grad = call_logits(
-        dapo_loss, case, name, mask=case.mask, cu_seqlens=case.cu_seqlens, **extra_inputs(name, case)
-    )
-    as_accurate(out.loss, truth, eager, what="loss", scale=1.0)
-    as_accurate(grad, grads["logits"], eager_grads["logits"], what="logits gradient")
-    elementwise(grad, grads["logits"], what="logits gradient")
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_from_hidden_states_is_the_papers_equation(backend: str, name: str) -> None:
-    case = linear_case(vocab=37, hidden_size=9, lengths=(6, 3, 11, 2), seed=12)
-    truth, grads = paper_solution(name, case, torch.float64)
-    eager, eager_grads = paper_solution(name, case, torch.float32)
-    out, got = call_linear(
-        linear_dapo_loss, case, name, mask=case.mask, cu_seqlens=case.cu_seqlens, **extra_inputs(name, case)
-    )
-    as_accurate(out.loss, truth, eager, what="loss", scale=1.0)
-    for key in ("hidden", "weight"):
-        as_accurate(got[key], grads[key], eager_grads[key], what=f"{key} gradient")
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_float64_reference_is_the_papers_equation_to_rounding(name: str) -> None:
-    from dapo_kernels import use_backend
-
-    case = logits_case(vocab=37, lengths=(6, 3, 11, 2), seed=13, dtype=torch.float64)
-    truth, grads = paper_solution(name, case, torch.float64)
-    with use_backend("torch"):
-        out, grad = call_logits(
-            dapo_loss, case, name, mask=case.mask, cu_seqlens=case.cu_seqlens, **extra_inputs(name, case)
-        )
-    torch.testing.assert_close(out.loss, truth, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(grad, grads["logits"], rtol=1e-11, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_from_logprobs_is_the_papers_equation(backend: str, name: str) -> None:
-    case = logits_case(vocab=37, lengths=(6, 3, 11, 2), seed=14)
-    logits = case.leaves["logits"].double()
-    picked = torch.log_softmax(logits, -1).gather(1, case.target_ids[:, None])[:, 0].float()
-    new = picked.clone().requires_grad_()
-    out = policy_loss(
-        new,
-        case.old_logprobs,
-        case.advantages,
-        objective=name,
-        mask=case.mask,
-        cu_seqlens=case.cu_seqlens,
-        **extra_inputs(name, case),
-    )
-    out.loss.backward()
-    solutions = []
-    for dtype in (torch.float64, torch.float32):
-        leaf = picked.to(dtype, copy=True).requires_grad_()
-        flat = Flat(
-            leaf,
-            case.old_logprobs.to(dtype),
-            case.advantages.to(dtype),
-            case.ref_logprobs.to(dtype),
-            case.mask.tolist(),
-            case.spans,
-        )
-        loss = PAPERS[name](flat)
-        loss.backward()
-        solutions.append((loss.detach(), leaf.grad))
-    (truth, grad), (eager, eager_grad) = solutions
-    as_accurate(out.loss, truth, eager, what="loss", scale=1.0)
-    as_accurate(new.grad, grad, eager_grad, what="log-prob gradient")
-    assert torch.equal(new.grad[~case.mask], torch.zeros_like(new.grad[~case.mask]))
-
-
-# The fields the papers print. A row that drifts from its paper fails here by name.
-PRINTED: dict[str, dict[str, object]] = {
-    "ppo": {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2, "aggregate": "token-mean", "kl_coef": 0.0},
-    "grpo": {
-        "surrogate": "clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregate": "seq-mean-token-mean",
-        "kl_coef": 0.04,
-        "kl_estimator": "k3",
-        "kl_through_ratio": False,
-    },
-    "dapo": {
-        "surrogate": "clip",
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "aggregate": "token-mean",
-        "kl_coef": 0.0,
-        "dual_clip": None,
-        "entropy_coef": 0.0,
-    },
-    "dr_grpo": {
-        "surrogate": "clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregate": "seq-mean-token-sum-norm",
-        "kl_coef": 0.0,
-    },
-    "reinforce": {"surrogate": "reinforce", "aggregate": "token-mean", "kl_coef": 0.0},
+LENGTHS = (6, 3, 11, 2)
+ENTRIES = ("logits", "inplace", "linear", "policy")
+LAYOUTS = ("packed", "padded")
+GROUPS = (7, -2, 7, 40)
+# How every row is called besides its paper's constants. Each row sees another aggregate with everything at once.
+HOW: dict[str, dict[str, Any]] = {
+    "alone": {"kl_coef": 0.0, "denominator": 6.5},
+    "everything": {"kl_coef": 0.1, "entropy_coef": 0.05, "weighted": True},
+    "on-policy": {"on_policy": True},
 }
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_row_has_the_papers_constants(name: str) -> None:
+def paper_case(name: str, make: Any = logits_case, dtype: torch.dtype = torch.float32) -> Case:
+    """Where a paper has one advantage per response, each token has its response's. One response has no live token."""
     row = OBJECTIVES[name]
-    assert isinstance(row, Objective)
-    assert {field: getattr(row, field) for field in PRINTED[name]} == PRINTED[name]
+    mask = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) > 0.25
+    mask[6:9] = False
+    case = make(37, lengths=LENGTHS, seed=31, mask=mask, dtype=dtype)
+    if row.ratio in ("sequence", "sequence_clipped") or row.off_policy_mask is not None:
+        case.advantages = torch.tensor([1.3, 0.4, -0.7, 0.9]).repeat_interleave(torch.tensor(LENGTHS))
+    if row.ratio == "sequence_token" or row.vespo is not None:  # ratios near 1, or the whole batch is clipped
+        shift = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4))
+        now, shift = token_values(case)[0], shift * (0.2 if row.vespo else 2e-3)
+        case.old_logprobs = now + torch.where(now + shift > 0, -shift, shift)  # no log-prob is above 0
+    if row.off_policy_mask is not None:  # the third response, A < 0, has become improbable
+        case.old_logprobs[9:20] += 0.6
+    if str(row.surrogate).startswith("dppo"):  # probabilities that can change
+        case.old_logprobs = (case.old_logprobs + 2.0).clamp(max=-0.01)
+    return case
 
 
-def test_rows_are_frozen() -> None:
-    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
-        OBJECTIVES["dapo"].clip_high = 9.0  # type: ignore[misc]
+def solve_paper(name: str, case: Case, drawn: list[int], dtype: torch.dtype = torch.float64) -> Any:
+    def loss_of(x: TokenInputs) -> Tensor:
+        assert x.entropy is not None
+        reference = case.ref_logprobs.to(x.logprobs)
+        per_token = (x.logprobs, x.old, x.advantages, reference)
+        return PAPERS[name](Flat(*per_token, x.live, list(x.spans), x.entropy.detach(), frozenset(drawn)))
+
+    return solve(case, Options(), dtype=dtype, loss_of=loss_of)
 
 
-def test_an_objective_a_name_and_keywords_say_the_same(backend: str) -> None:
+@cache
+def paper_problem(name: str, kind: str) -> tuple[Case, Problem, Any]:
+    """A case, its solution by the oracle, and by the paper's equation."""
+    assert MAX_TOKENS == LENGTH_NORM
+    case = paper_case(name, linear_case if kind == "linear" else logits_case)
+    leaves = as_logprobs(case) if kind == "policy" else case
+    problem = Problem(leaves, options(name, wide=False)[0])
+    paper = solve_paper(name, leaves, problem.selected)
+    problem.truth.loss, problem.truth.grads = paper.loss, paper.grads
+    return case, problem, paper
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_row_is_its_papers_equation(backend: str, name: str) -> None:
+    for entry in ENTRIES:
+        case, problem, paper = paper_problem(name, "logits" if entry == "inplace" else entry)
+        assert any(bool(grad.any()) for grad in paper.grads.values())
+        for layout in LAYOUTS:
+            check_call(entry, problem, case, name, layout, options(name, wide=False)[1], multiple=2.0)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_in_float64_it_is_the_papers_equation_to_rounding(name: str) -> None:
+    case = paper_case(name, dtype=torch.float64)
+    problem = Problem(case, options(name, wide=False)[0])
+    paper = solve_paper(name, case, problem.selected)
+    with use_backend("torch"):
+        out, grads = problem.call("logits", name, case, "packed", **options(name, wide=False)[1])
+    torch.testing.assert_close(out.loss, paper.loss, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(grads["logits"], paper.grads["logits"], rtol=1e-10, atol=1e-15)
+    torch.testing.assert_close(problem.truth.loss, paper.loss, rtol=1e-12, atol=1e-13)
+
+
+@cache
+def problem_with(name: str, how: str, kind: str) -> tuple[Case, Problem, dict[str, Any]]:
+    changes = dict(HOW[how])
+    if how == "everything":
+        changes["aggregate"] = AGGREGATES[list(OBJECTIVES).index(name) % len(AGGREGATES)]
+    arguments = {key: changes.pop(key) for key in ("weighted", "on_policy", "denominator") if key in changes}
+    o, keywords = options(name, **changes)
+    if o.aggregate == PROMPT_MEAN:
+        arguments["groups"] = GROUPS
+    if kind == "linear":
+        case = linear_case(29, lengths=(5, 1, 9, 4), seed=45, bias=how == "alone")
+    else:
+        case = logits_case(29, lengths=(5, 1, 9, 4), seed=43, temperature=0.7)
+    return case, Problem(as_logprobs(case) if kind == "policy" else case, o, **arguments), keywords
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_row_with_other_options(backend: str, name: str, how: str) -> None:
+    if how == "on-policy" and OBJECTIVES[name].max_old_prob is not None:
+        pytest.skip("max_old_prob needs old log-probs")
+    for entry in ENTRIES:
+        case, problem, keywords = problem_with(name, how, "logits" if entry == "inplace" else entry)
+        for layout in LAYOUTS:
+            check_call(entry, problem, case, name, layout, keywords)
+
+
+def test_small_elements_of_a_gradient_are_right_too(backend: str) -> None:
+    """The largest of a softmax's gradient stands at the target; this looks at the other V-1."""
+    case, _, paper = paper_problem("dapo", "logits")
+    _, grads = call("logits", case, "dapo")
+    elementwise(grads["logits"], paper.grads["logits"], what="gradient")
+
+
+def test_a_name_an_objective_and_keywords_mean_the_same(backend: str) -> None:
     case = logits_case(seed=15)
     made = dataclasses.replace(OBJECTIVES["ppo"], clip_high=0.5, dual_clip=2.0)
-    shared = {"mask": case.mask, "cu_seqlens": case.cu_seqlens}
-    by_object, grad_object = call_logits(dapo_loss, case, made, **shared)
-    by_keyword, grad_keyword = call_logits(dapo_loss, case, "ppo", clip_high=0.5, dual_clip=2.0, **shared)
-    mixed, grad_mixed = call_logits(dapo_loss, case, dataclasses.replace(made, clip_high=0.3), clip_high=0.5, **shared)
-    plain, _ = call_logits(dapo_loss, case, "ppo", **shared)
-    assert torch.equal(by_object.loss, by_keyword.loss)
-    assert torch.equal(grad_object, grad_keyword)
-    assert torch.equal(by_object.loss, mixed.loss)
-    assert torch.equal(grad_object, grad_mixed)
-    assert not torch.equal(by_object.loss, plain.loss)
+    runs = [
+        call("logits", case, made),
+        call("logits", case, "ppo", clip_high=0.5, dual_clip=2.0),
+        call("logits", case, dataclasses.replace(made, clip_high=0.3), clip_high=0.5),
+    ]
+    for out, grads in runs[1:]:
+        assert torch.equal(out.loss, runs[0][0].loss)
+        assert torch.equal(grads["logits"], runs[0][1]["logits"])
+    assert not torch.equal(runs[0][0].loss, call("logits", case, "ppo")[0].loss)
 
 
-def test_dapo_is_the_default(backend: str) -> None:
+def test_dapo_is_the_default() -> None:
     case = logits_case(seed=16)
-    logits = case.fresh()["logits"]
-    out = dapo_loss(logits, case.target_ids, case.old_logprobs, case.advantages, mask=case.mask)
-    named, _ = call_logits(dapo_loss, case, "dapo", mask=case.mask)
-    ppo, _ = call_logits(dapo_loss, case, "ppo", mask=case.mask)
-    assert torch.equal(out.loss, named.loss)
-    assert not torch.equal(out.loss, ppo.loss)
+    out = dapo_loss(case.leaves["logits"], case.target_ids, case.old_logprobs, case.advantages, mask=case.mask)
+    assert torch.equal(out.loss, call("logits", case, "dapo")[0].loss)
+    assert not torch.equal(out.loss, call("logits", case, "ppo")[0].loss)
+
+
+def test_rows_are_frozen_and_name_their_source() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OBJECTIVES["dapo"].clip_high = 9.0  # type: ignore[misc]
+    assert all(isinstance(row, Objective) and row.paper for row in OBJECTIVES.values())

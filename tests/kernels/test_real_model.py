@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from closeness import as_accurate
-from oracle import Flat, dapo_paper
+from oracle_papers import Flat, dapo_paper
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss

@@ -36,16 +36,16 @@ def run(*arguments: str, interpret: str) -> subprocess.CompletedProcess[str]:
 HALVES = {
     "tokens": (
         *("triton_suite.py", "test_golden.py", "test_policy.py", "test_selection.py", "test_distillation.py"),
-        "test_prompt_mean.py",
+        "test_aggregation.py",
     ),
-    "rows": ("test_family.py", "test_linear.py", "test_logits.py", "test_objectives.py", "test_row_parts.py"),
+    "rows": ("test_linear.py", "test_logits.py", "test_objectives.py", "test_row_parts.py"),
 }
 # Sizes that are about the CPU's caches and tiles, and averages over many rows.
 TOO_LARGE = (
     "more_than_one_tile",
     "many_chunks",
     "eagers_on_average",
-    "each_aggregate",
+    "small_and_real",
     "long_batch",
     "real_vocabulary",
     "larger_than_the_caches",
@@ -56,9 +56,7 @@ ASKED_ONCE = (
     "(test_parts_are_the_whole and (two or one_column))",
     "micro_batches",
     "main_grad",
-    "keywords_say_the_same",
-    "(test_a_row_alone and padded)",
-    "(test_family and test_dead_tokens)",
+    "keywords_mean_the_same",
 )
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, linear_case, logits_case
+from against_oracle import options
+from cases import Case, linear_case, logits_case, rows_of, selection_mask, solve
 from closeness import as_accurate, elementwise
 from entries import LOGITS_ENTRIES, call
-from oracle import row_entropy, row_log_softmax
-from oracle_family import FAMILY, Family, batch_selection, case_rows, family_solve, selection_mask, share_down
+from oracle import Options, batch_selection, row_entropy, row_log_softmax, share_down
 from test_golden import CASES, check_case, name_of
 from torch import Tensor
 
@@ -274,17 +274,17 @@ def test_a_row_alone_and_padded_has_the_same_bits() -> None:
 # --- losses -----------------------------------------------------------------------------------------------
 
 
-def check(entry: str, case: Case, o: Family, **kw: Any) -> None:
+def check(entry: str, case: Case, o: Options, **kw: Any) -> None:
     """One call against the float64 truth, as near as eager is in the case's dtype."""
     dtype = next(iter(case.leaves.values())).dtype
-    rows = case_rows(case, o, torch.float64)
-    picked = batch_selection(rows.inputs, rows.live, case.spans, o)
+    _, x = rows_of(case, o)
+    picked = batch_selection(x, o)
     extra: dict[str, Any] = {"ref_logprobs": case.ref_logprobs} if o.needs_reference else {}
     if o.clip_cov is not None:
-        picked = set(sorted(picked)[: share_down(rows.live, o.clip_cov[0])])
+        picked = set(sorted(picked)[: share_down(x.live, o.clip_cov[0])])
         extra["selection"] = selection_mask(case, picked)
-    truth = family_solve(case, o, selected=picked, **kw)
-    eager = family_solve(case, o, dtype=dtype, selected=picked, **kw)
+    truth = solve(case, o, selected=picked, **kw)
+    eager = solve(case, o, dtype=dtype, selected=picked, **kw)
     out, grads = call(entry, case, "ppo", **extra, **kw, **o.keywords())
     as_accurate(out.loss, truth.loss, eager.loss, what="loss", scale=max(1.0, abs(float(truth.loss))))
     for key, grad in grads.items():
@@ -297,13 +297,13 @@ def check(entry: str, case: Case, o: Family, **kw: Any) -> None:
 
 
 SURROGATES = {
-    "clip": Family(clip_high=0.28),
-    "dual": Family(dual_clip=1.5),
-    "cispo": Family(surrogate="cispo", clip_low=0.3, clip_high=1.0),
-    "sapo": Family(surrogate="sapo", sapo_tau=(1.5, 0.8)),
-    "reinforce": Family(surrogate="reinforce"),
-    "dppo": Family(surrogate="dppo_kl", clip_low=0.01, clip_high=0.02, dual_clip=2.0),
-    "unclipped": Family(clip_low=1.0, clip_high=math.inf),
+    "clip": Options(clip_high=0.28),
+    "dual": Options(dual_clip=1.5),
+    "cispo": Options(surrogate="cispo", clip_low=0.3, clip_high=1.0),
+    "sapo": Options(surrogate="sapo", sapo_tau=(1.5, 0.8)),
+    "reinforce": Options(surrogate="reinforce"),
+    "dppo": Options(surrogate="dppo_kl", clip_low=0.01, clip_high=0.02, dual_clip=2.0),
+    "unclipped": Options(clip_low=1.0, clip_high=math.inf),
 }
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -328,17 +328,17 @@ def test_every_surrogate_with_every_extra(surrogate: str, extra: str) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_vocabularies(dtype: torch.dtype, vocab: int) -> None:
-    o = Family(clip_high=0.28, kl_coef=0.1, entropy_coef=0.05)
+    o = Options(clip_high=0.28, kl_coef=0.1, entropy_coef=0.05)
     case = logits_case(vocab, lengths=(3, 4), seed=5, dtype=dtype)
     for entry in ("logits", "inplace"):
         check(entry, case, o, weighted=True)
-        check(entry, case, Family(), denominator=3.5, grad_output=-2.0)
+        check(entry, case, Options(), denominator=3.5, grad_output=-2.0)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_row_of_the_table(name: str) -> None:
     wide = {"clip_cov": {"clip_cov": (0.2, 0.0, 3.0)}, "kl_cov": {"kl_cov": (0.25, 0.7)}}.get(name, {})
-    o = dataclasses.replace(FAMILY[name], **wide)
+    o = options(name, wide=False, **wide)[0]
     case = logits_case(37, lengths=(5, 1, 6), seed=6)
     check("logits", case, o)
     check("linear", linear_case(37, lengths=(5, 1, 6), seed=6, softcap=20.0, bias=True), o)

@@ -1,8 +1,9 @@
-"""Golden values: inputs and float64 outputs of every objective, by the longhand equations of ``oracle_family.py``.
+"""Golden values: inputs and float64 outputs of every objective, by the longhand equations of ``oracle.py``.
 
     python tests/kernels/golden/make.py        # writes golden.json beside this file
 
-For checking another implementation, in any language. Nothing here is imported from the package. In the file:
+For checking another implementation, in any language: the package gives the objectives' numbers, not the results. In the
+file:
 
 ``problem``: one small packed batch. ``logits`` [T][V] predict ``target_ids`` [T]; ``cu_seqlens`` bounds the sequences;
 ``mask`` says which tokens are live; the rest is per token. ``cases``: per objective its ``fields`` (an infinite
@@ -26,8 +27,11 @@ from torch import Tensor
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from cases import Case  # noqa: E402
-from oracle_family import FAMILY, Family, batch_selection, case_rows, family_solve, share_down  # noqa: E402
+from against_oracle import options  # noqa: E402
+from cases import Case, rows_of, solve  # noqa: E402
+from oracle import Options, batch_selection, share_down  # noqa: E402
+
+from dapo_kernels import OBJECTIVES  # noqa: E402
 
 LENGTHS = (4, 1, 5)
 V = 6
@@ -66,17 +70,17 @@ def problem() -> Case:
     )
 
 
-def solve_row(case: Case, name: str, o: Family, *, weighted: bool) -> dict[str, Any]:
+def solve_row(case: Case, name: str, o: Options, *, weighted: bool) -> dict[str, Any]:
     """One case of the file."""
-    rows = case_rows(case, o, torch.float64, weighted=weighted)
+    _, x = rows_of(case, o, weighted=weighted)
     picked: list[int] | None = None
     if o.clip_cov is not None:  # the draw is part of the input: the first candidates
-        candidates = sorted(batch_selection(rows.inputs, rows.live, case.spans, o))
-        picked = candidates[: share_down(rows.live, o.clip_cov[0])]
+        candidates = sorted(batch_selection(x, o))
+        picked = candidates[: share_down(x.live, o.clip_cov[0])]
         assert picked
     elif o.top_entropy is not None or o.kl_cov is not None:
-        picked = sorted(batch_selection(rows.inputs, rows.live, case.spans, o))
-    solution = family_solve(case, o, selected=picked, weighted=weighted)
+        picked = sorted(batch_selection(x, o))
+    solution = solve(case, o, selected=picked, weighted=weighted)
     uses = [x for x, on in (("ref_logprobs", o.needs_reference), ("importance_weights", weighted)) if on]
     return {
         "objective": name,
@@ -96,7 +100,8 @@ def build() -> dict[str, Any]:
     """The content of the file, unrounded."""
     case = problem()
     cases = []
-    for name, row in FAMILY.items():
+    for name in OBJECTIVES:
+        row, _ = options(name, wide=False)
         cases.append(solve_row(case, name, row, weighted=False))
         warm = dataclasses.replace(case, temperature=0.75)
         cases.append(solve_row(warm, name, dataclasses.replace(row, **EVERYTHING), weighted=True))
