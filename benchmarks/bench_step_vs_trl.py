@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def rate(result: dict[str, Any]) -> float:
     return statistics.median(tokens / seconds for tokens, seconds in pairs)
 
 
-def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_all(options: argparse.Namespace, measure: Callable[..., dict[str, Any]] = measure) -> list[dict[str, Any]]:
     """Run TRL under every allocator, and the others under its best."""
     theirs = [measure("TRL", allocator, options) for allocator in ALLOCATORS]
     best = max(theirs, key=rate)["allocator"]

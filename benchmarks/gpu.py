@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -263,13 +263,15 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def run_stages(results: Path, seconds: float, only: Sequence[int] | None = None) -> dict[str, dict[str, Any]]:
+def run_stages(
+    results: Path, seconds: float, only: Sequence[int] | None = None, stages: Mapping[str, Stage] = STAGES
+) -> dict[str, dict[str, Any]]:
     """Resume the stages that are not finished, or run those named, in that order; return and save their states."""
     deadline = time.monotonic() + seconds
     path, sources = results / "gpu-state.json", machine.sources()
     saved = json.loads(path.read_text()) if path.exists() else {}
     state: dict[str, dict[str, Any]] = saved["stages"] if saved.get("sources") == sources else {}
-    names = list(STAGES)
+    names = list(stages)
     for name in names:
         state.setdefault(name, {"status": "not started", "calls": 0, "seconds": 0})
     for name in names if only is None else [names[number - 1] for number in only]:
@@ -283,7 +285,7 @@ def run_stages(results: Path, seconds: float, only: Sequence[int] | None = None)
         began = time.monotonic()
         mine.pop("reason", None)
         try:
-            mine["status"] = "finished" if STAGES[name](results, left) else "unfinished"
+            mine["status"] = "finished" if stages[name](results, left) else "unfinished"
         except LeftOutError as error:
             mine |= {"status": "left out", "reason": str(error)}
         except subprocess.TimeoutExpired as error:

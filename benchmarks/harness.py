@@ -63,16 +63,26 @@ def contestants_of(config: Config) -> list[Contestant]:
     return [c for c in everyone if c.can_do(config) and (wanted is None or c.name in wanted)]
 
 
-def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
-    """Measure one configuration and return a JSON-able record. Call it in a process in which nothing ran yet."""
+def measure(
+    config: Config,
+    threads: int,
+    report: Report,
+    contestants: list[Contestant] | None = None,
+    meter: CudaMeter | None = None,
+) -> dict[str, Any]:
+    """Measure one configuration and return a JSON-able record. Call it in a process in which nothing ran yet.
+
+    With a ``meter``, the default on a GPU, contestants are measured side by side in this process.
+    """
     started = time.time()
     torch.set_num_threads(1)
     on_cpu = config.device == "cpu"
     if on_cpu and (why := allocators.mismatch(config.allocator)):
         raise RuntimeError(why)
     report("building inputs")
-    meter = None if on_cpu else RehearsalMeter() if configs.REHEARSAL else CudaMeter()
-    everyone = contestants_of(config)
+    if not on_cpu:
+        meter = RehearsalMeter() if configs.REHEARSAL else CudaMeter()
+    everyone = contestants or contestants_of(config)
     rows = [_row(contestant, config, meter) for contestant in everyone]
     field = [(contestant, row) for contestant, row in zip(everyone, rows, strict=True) if row["status"] == "ok"]
     record = {
@@ -85,7 +95,7 @@ def measure(config: Config, threads: int, report: Report) -> dict[str, Any]:
         "rows": rows,
     }
     if any(contestant.kind != "denominator" for contestant, _ in field):
-        problem = build(config, logits=not on_cpu)
+        problem = build(config, logits=meter is not None)
         if meter is None:
             _measure_each_alone(field, problem, threads, report)
         else:

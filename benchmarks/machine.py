@@ -85,14 +85,14 @@ def slug(machine: dict[str, Any]) -> str:
     return dashed if "gpu" in machine else f"{dashed}-{machine['cores']}c-{machine['isa']}"
 
 
-def commit() -> str:
+def commit(bundle: Path = BUNDLE) -> str:
     """Return the commit of the checkout, with "+changes" when the kernels or the benchmarks differ from it.
 
     In a copy without .git, it is what the bundle's ``commit.json`` names.
     """
     found = source_state()
     if found["commit"] is None:
-        written = next(iter(sorted(BUNDLE.glob("*/commit.json"))), None)
+        written = next(iter(sorted(bundle.glob("*/commit.json"))), None)
         if written is None:
             return "unknown: neither a git checkout nor a bundle"
         known = json.loads(written.read_text())

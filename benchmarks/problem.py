@@ -106,7 +106,7 @@ def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
     device = config.tensor_device
     base, state = _base(config.level, config.dtype, config.n_tokens, config.vocab, config.hidden, device, seed)
     generator = seeded(torch.device(device), seed)
-    if state is not None:
+    if generator is not None and state is not None:
         generator.set_state(state)
     exact_logprobs = base.tokens.old_logprobs
     tokens = Tokens(base.tokens.target_ids, exact_logprobs, _advantages(config), _responses(config), config.n_sequences)
@@ -148,8 +148,9 @@ def _base(
     return problem, None if generator is None else generator.get_state()
 
 
-def seeded(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
+def seeded(device: torch.device, seed: int) -> torch.Generator | None:
+    """Return a generator; None on "meta", where nothing is drawn."""
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 def _advantages(config: Config) -> Tensor:
@@ -169,7 +170,7 @@ def _responses(config: Config) -> Tensor:
     return torch.arange(config.n_tokens, device=config.tensor_device) % length < _live_length(config)
 
 
-def _log_ratios(config: Config, tokens: Tokens, generator: torch.Generator) -> Tensor:
+def _log_ratios(config: Config, tokens: Tokens, generator: torch.Generator | None) -> Tensor:
     """Return ratios inside the clip range, except those of a random share, at least one token, which are far outside on
     the side where the advantage clips.
     """

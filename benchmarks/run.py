@@ -34,6 +34,7 @@ _LOG_EVERY_S = 5.0
 
 Record = dict[str, Any]
 Progress = Callable[[Config, str], None]
+Command = Callable[[str, Sequence[Config], int], list[str]]
 
 
 def main() -> int:
@@ -65,7 +66,12 @@ def needs_gpu(chosen: Sequence[Config]) -> bool:
 
 
 def run_suite(
-    suite: str, chosen: Sequence[Config], base: Path, seconds: float | None = None, threads: int | None = None
+    suite: str,
+    chosen: Sequence[Config],
+    base: Path,
+    seconds: float | None = None,
+    threads: int | None = None,
+    command: Command | None = None,
 ) -> dict[str, Any]:
     """Measure configurations and write ``base``.json and ``base``.md after each.
 
@@ -89,7 +95,7 @@ def run_suite(
         "rehearsal": configs.REHEARSAL,
     }
     print(f"{machine.headline(here)}; {len(left)} configurations → {base}.*", flush=True)
-    for record in measured(suite, left, threads, seconds, _log_progress([c.name for c in left])):
+    for record in measured(suite, left, threads, seconds, _log_progress([c.name for c in left]), command):
         record["tries"] = tries.get(record["config"], 0) + record.get("tries", 1)
         records[record["config"]] = record
         results["records"] = [records[c.name] for c in chosen if c.name in records]
@@ -108,7 +114,12 @@ def is_finished(base: Path, chosen: Sequence[Config]) -> bool:
 
 
 def measured(
-    suite: str, chosen: Sequence[Config], threads: int, seconds: float | None, progress: Progress
+    suite: str,
+    chosen: Sequence[Config],
+    threads: int,
+    seconds: float | None,
+    progress: Progress,
+    command: Command | None = None,
 ) -> Iterator[Record]:
     """Yield the record of each configuration as soon as it exists.
 
@@ -116,6 +127,7 @@ def measured(
         seconds: time for all of them. What is under way then is stopped; it and the rest have a "not_run" reason in
             place of figures. ``None``: no limit.
         progress: called with what a process is doing.
+        command: the process for some configurations; by default this module as a worker.
     """
     began = time.monotonic()
     left = list(chosen)
@@ -125,7 +137,9 @@ def measured(
         if remaining is not None and remaining <= 0:
             break
         served = sum(1 for _ in itertools.takewhile(lambda config: _kind(config) == _kind(left[0]), left))
-        for record in _in_worker(suite, left[:served], threads, remaining, progress):
+        for record in _in_worker(
+            (command or _command)(suite, left[:served], threads), left[:served], threads, remaining, progress
+        ):
             left.pop(0)
             yield record
         tries = 1
@@ -140,13 +154,13 @@ def measured(
 
 
 def _in_worker(
-    suite: str, chosen: Sequence[Config], threads: int, seconds: float | None, progress: Progress
+    command: list[str], chosen: Sequence[Config], threads: int, seconds: float | None, progress: Progress
 ) -> Iterator[Record]:
     """Yield records until the worker ends: of all configurations, or with an "error" for the one in which it died.
 
     A worker whose time is over is stopped, and the configuration under way has no record.
     """
-    done, command = 0, _command(suite, chosen, threads)
+    done = 0
     if seconds is not None:
         command = ["timeout", "--signal=KILL", f"{seconds:.1f}", *command]
     environment = _environment(chosen[0], threads)

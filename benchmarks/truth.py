@@ -91,14 +91,14 @@ def exceeded(errors: dict[str, float], rounding: str) -> str | None:
     return None
 
 
-def find_truth(problem: Problem) -> Truth:
-    """Compute the float64 results, one block of logits at a time."""
+def find_truth(problem: Problem, full_limit: int = FULL_LIMIT) -> Truth:
+    """Compute the float64 results, one block of logits at a time; of all rows up to ``full_limit`` logits."""
     config, tokens = problem.config, problem.tokens
     device = tokens.target_ids.device
     generator = seeded(device, 1)
     rows = torch.randperm(config.n_tokens, generator=generator, device=device)[:_ROWS].sort().values
     normalizer, entropies = problem.normalizer.double(), None
-    if config.n_tokens * config.vocab <= FULL_LIMIT:
+    if config.n_tokens * config.vocab <= full_limit:
         _store_exact(problem)
         normalizer = problem.exact["normalizer"].clone()
         entropies = problem.exact["entropy"] if config.entropy else None

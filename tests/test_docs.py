@@ -1,7 +1,9 @@
-"""The pages: generated ones are up to date, commands that they name exist, and so does what they link to."""
+"""The pages: generated ones are up to date, and all that a page names, links to or shows exists and is so."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 import shlex
@@ -11,21 +13,50 @@ import pytest
 import yaml
 
 from dapo_runner.cli import COMMANDS
-from dapo_runner.config import flatten
+from dapo_runner.config import Config, flatten, lay_settings, parse_config, read_recipe
+from dapo_runner.config.algorithms import ALGORITHMS
+from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
+from dapo_runner.config.reading import every_key
 from docs import loss_picture as picture
 from docs.generate import PAGES
+from docs.glossary import AREAS, is_documented
 
 ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = {"README.md": README, **DOCS}
+
+KEYS = {key for root in (Config, SftConfig, StudyConfig, ConvertConfig) for key in every_key(root)}
+SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
+NAMED = re.compile(rf"^(?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+")
+IN_SETS = re.compile(r"^data\.eval\.\w+(\.(path|format|columns|subset|split|limit))?$")  # of a set with a name
+OF_MODELS = {"model.config.logits_scaling", "model.lm_head.weight", "model.model"}  # of transformers
+
+LOOKED_UP = ("api.md", "cli.md", "metrics.md", "objectives.md", "settings.md", "index.md")
 GENERATED = ("settings.md", "metrics.md", "cli.md")
+# Words of our own that have a standard term, and the terms that are used instead.
+WORDS = {
+    r"\b(put back|taken up|runs? (is|are|was|were) opened)\b": "start, resume",
+    r"\b(Place|Moment|Kept|Stretch)\b": "run context; snapshot; TruncatedSupport; VersionSpan",
+    r"\b\d+ (steps? )?ahead\b|\ba lead of\b": "asynchronous rollouts, max_staleness",
+    r"\b(prompts?|groups?) (that (is|are|was|were) )?(asked|answered)\b": "submitted, completed",
+    r"\b(answers?|responses?|samples?|texts?) (is|are|was|were) (really )?(right|wrong|cut)\b(?! points)": "correct",
+    r"\b(right|wrong|cut) (answers?|responses?|samples?)\b": "correct, incorrect, truncated",
+    r"\b(kept|graded) groups\b|\bgroups (is|are|was|were) (kept|graded)\b": "accepted; with varying reward",
+    r"\b(never[_ ]right|a token's worth|by hand, no file|what would stop|turned away|served by)\b": "LANGUAGE.md",
+    r"\b(told|aloud|befalls?|says|said)\b(?! (little|nothing))": "logged, set, states, returns",
+}
+THE_PAPERS = {("spo.md", "response is cut")}  # its cut points
 
-
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+every_page = pytest.mark.parametrize("name", TEXTS)
 
 
 def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def snippets(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
@@ -33,105 +64,116 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def named_keys(text: str) -> set[str]:
+    """Return the keys that stand alone or with a value in backticks, or as an override behind a command."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    overrides = [word for line in re.findall(r"^dapo .*$", text, re.MULTILINE) for word in line.split() if "=" in word]
+    return {match[0] for span in (*spans, *overrides) for word in span.split() if (match := NAMED.match(word))}
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_up_to_date(name: str) -> None:
-    assert text_of(ROOT / "docs" / name) == PAGES[name](), "run python -m docs.generate"
+    assert DOCS[name] == PAGES[name](), "run python -m docs.generate"
 
 
-def test_every_command_and_option_has_a_row() -> None:
-    page = text_of(ROOT / "docs/cli.md")
-    sections = dict(re.findall(r"^## `dapo (\S+)`\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
-    assert sections.keys() == COMMANDS.keys()
-    for name, section in sections.items():
-        options = {option for names, _ in COMMANDS[name].arguments for option in names if option.startswith("-")}
-        assert set(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)) == options
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_commands_on_a_page_exist(path: Path) -> None:
-    for line in re.findall(r"(?:^|[`/ ])dapo ((?:\w|-)+ [^`\n]*|\w+)", text_of(path), re.MULTILINE):
+@every_page
+def test_commands_and_their_options_exist(name: str) -> None:
+    for line in re.findall(r"(?:^|[`/ ])dapo ((?:\w|-)+ [^`\n]*|\w+)", TEXTS[name], re.MULTILINE):
         command, *words = shlex.split(line.replace("'", "").replace('"', ""), comments=True) or [""]
         if command in COMMANDS:
             options = {option for names, _ in COMMANDS[command].arguments for option in names}
             assert {word.rstrip(".,;:)") for word in words if word.startswith("--")} <= options, line
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(path))):
-        if link.startswith("http"):
-            continue
-        file, _, anchor = link.partition("#")
-        target = path.parent / file if file else path
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(text_of(target)), link
+@every_page
+def test_links_files_and_modules_exist(name: str) -> None:
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(TEXTS[name])):
+        if not link.startswith("http"):
+            file, _, anchor = link.partition("#")
+            target = folder / file if file else folder / name
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+    folders = "benchmarks|csrc|dapo_kernels|dapo_runner|docs|examples|recipes|tests"
+    files = re.findall(rf"(?<![\w/.])((?:{folders})/[\w./]+\.\w+)", TEXTS[name])
+    modules = re.findall(r"python -m ((?:benchmarks|docs)\.[\w.]+)", TEXTS[name])
+    files += [module.replace(".", "/") + ".py" for module in modules]
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_prose_has_short_lines(path: Path) -> None:
-    if path.name not in GENERATED:
-        lines = without_code(text_of(path)).splitlines()
-        assert [line for line in lines if len(line) > 100 and not line.startswith(("|", "![", "    "))] == []
+@every_page
+def test_settings_and_metrics_exist(name: str) -> None:
+    if name != "verl.md":  # settings of verl
+        assert {key for key in named_keys(TEXTS[name]) if not IN_SETS.match(key)} <= KEYS | OF_MODELS
+    metrics = re.findall(rf"`((?:{'|'.join(AREAS)})/[\w@./-]+)`", TEXTS[name])
+    assert [metric for metric in metrics if not is_documented(metric)] == []
 
 
-def test_the_readme_is_short_and_leaves_allocators_to_the_page_of_performance() -> None:
-    text = text_of(ROOT / "README.md")
-    assert len(text.splitlines()) <= 150
-    assert "allocator" not in text
+def test_keys_are_found() -> None:
+    text = "`optimizer.lr: 1`, `loss.overrides.clip_high`\ndapo train x run.nmae=1\n"
+    assert named_keys(text) == {"optimizer.lr", "loss.overrides.clip_high", "run.nmae"}
+
+
+@every_page
+def test_prose_has_short_lines_and_standard_terms(name: str) -> None:
+    prose = without_code(TEXTS[name])
+    if name not in GENERATED:
+        lines = [line for line in prose.splitlines() if not line.startswith(("|", "![", "    "))]
+        assert [line for line in lines if len(line) > 100] == []
+    words = " ".join(re.sub(r"`[^`]*`", "", prose).split())
+    found = {(name, match[0]): terms for own, terms in WORDS.items() for match in re.finditer(own, words)}
+    assert found.keys() <= THE_PAPERS, found
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_a_page_begins_with_what_it_is_for_and_what_it_takes(name: str) -> None:
+    _, opener, *others = DOCS[name].split("\n\n")
+    if name in LOOKED_UP:
+        assert re.match(r"(Look up|Find) ", opener)
+    else:
+        assert re.match(r"After (reading this page|this tutorial) you can\b", opener.replace("\n", " "))
+        assert any(part.startswith("Prerequisites: ") for part in others[:3])
 
 
 def test_the_index_lists_every_page() -> None:
-    listed = set(re.findall(r"\]\((\w[\w-]*\.md)\)", text_of(ROOT / "docs/index.md")))
-    assert listed == {path.name for path in FILES} - {"README.md", "index.md"}
+    assert set(re.findall(r"\]\((\w[\w-]*\.md)\)", DOCS["index.md"])) == DOCS.keys() - {"index.md"}
 
 
 def test_the_first_loss_runs_from_top_to_bottom() -> None:
     names: dict[str, object] = {}
-    for snippet in re.findall(r"```python\n(.+?)```", text_of(ROOT / "docs/first-loss.md"), re.DOTALL):
+    for snippet in snippets(DOCS["first-loss.md"], "python"):
         exec(snippet, names)  # the page compares the numbers itself
 
 
-def test_the_recipe_of_the_readme_is_part_of_the_tiny_one() -> None:
-    (snippet,) = re.findall(r"```yaml\n(.+?)```", text_of(ROOT / "README.md"), re.DOTALL)
-    shown, whole = (flatten(yaml.safe_load(text)) for text in (snippet, text_of(ROOT / "recipes/tiny.yaml")))
+def test_what_the_readme_shows_is_so() -> None:
+    assert len(README.splitlines()) <= 150
+    (recipe,) = snippets(README, "yaml")
+    tiny = (ROOT / "recipes/tiny.yaml").read_text(encoding="utf-8")
+    shown, whole = (flatten(yaml.safe_load(text)) for text in (recipe, tiny))
     assert shown.items() <= whole.items()
+    (path,) = re.findall(r"\]\((benchmarks/results/full-\S+)\.md\)", README)
+    records = json.loads((ROOT / f"{path}.json").read_text(encoding="utf-8"))["records"]
+    sides = picture.sides(records, "hidden bfloat16 N=2048 V=49152 H=576")
+    cells = {(f"{float(time):.2f}", mib) for time, mib in re.findall(r"\| ([\d.]+) \| (\d+) MiB \|", README)}
+    assert len(cells) == 6
+    assert cells <= {(f"{time:.2f}", f"{mib:.0f}") for _, time, mib in sides}
 
 
-def test_the_table_of_the_readme_has_the_numbers_of_its_file() -> None:
-    text = text_of(ROOT / "README.md")
-    (path,) = re.findall(r"\]\((benchmarks/results/full-\S+)\.md\)", text)
-    records = json.loads(text_of(ROOT / f"{path}.json"))["records"]
-    measured = {
-        f"{time:.2f} | {mib:.0f} MiB" for _, time, mib in picture.sides(records, "hidden bfloat16 N=2048 V=49152 H=576")
-    }
-    shown = {f"{float(time):.2f} | {mib} MiB" for time, mib in re.findall(r"\| ([\d.]+) \| (\d+) MiB \|", text)}
-    assert len(shown) == 6
-    assert shown <= measured
+@pytest.mark.parametrize("name", ["server.md", "vllm.md", "algorithms.md"])
+def test_settings_of_a_snippet_are_accepted(name: str) -> None:
+    """Those of the first snippet hold for the others."""
+    first, *others = [yaml.safe_load(snippet) for snippet in snippets(DOCS[name], "yaml")]
+    raw = lay_settings(read_recipe(ROOT / "recipes" / "tiny.yaml"), first)
+    for settings in ({}, *others):
+        assert parse_config(lay_settings(raw, settings)).algorithm in ALGORITHMS
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_files_and_modules_on_a_page_exist(path: Path) -> None:
-    text = text_of(path)
-    folders = "benchmarks|csrc|dapo_kernels|dapo_runner|docs|examples|recipes|tests"
-    files = re.findall(rf"(?<![\w/.])((?:{folders})/[\w./]+\.\w+)", text)
-    modules = [
-        module.replace(".", "/") + ".py" for module in re.findall(r"python -m ((?:benchmarks|docs)\.[\w.]+)", text)
-    ]
-    missing = [name for name in (*files, *modules) if not (ROOT / name).exists()]
-    assert missing == []
-
-
-LOOKED_UP = ("api.md", "cli.md", "metrics.md", "objectives.md", "settings.md", "index.md")
-OWN_PAGES = [path for path in FILES if path.name not in (*LOOKED_UP, "README.md")]
-
-
-@pytest.mark.parametrize("path", OWN_PAGES, ids=lambda path: path.name)
-def test_a_page_says_what_you_can_do_after_it_and_what_it_takes(path: Path) -> None:
-    _, opener, *others = text_of(path).split("\n\n")
-    assert re.match(r"After (reading this page|this tutorial) you can\b", opener.replace("\n", " "))
-    assert any(part.startswith("Prerequisites: ") for part in others[:3])
-
-
-@pytest.mark.parametrize("name", LOOKED_UP)
-def test_a_reference_page_says_what_can_be_looked_up(name: str) -> None:
-    assert re.match(r"(Look up|Find) ", text_of(ROOT / "docs" / name).split("\n\n")[1])
+@pytest.mark.parametrize("package", ["verl", "trl"])
+def test_what_a_snippet_imports_exists(package: str) -> None:
+    pytest.importorskip(package)
+    trees = [ast.parse(snippet.replace("…", "...")) for snippet in snippets(DOCS[f"{package}.md"], "python")]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        module = importlib.import_module(node.module or "")
+        assert all(hasattr(module, alias.name) for alias in node.names)

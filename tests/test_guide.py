@@ -58,7 +58,7 @@ def batch(rows: int = 6, length: int = 11, seed: int = 1) -> dict[str, Any]:
 @torch.no_grad()
 def eager_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].float()
-    return logits.log_softmax(-1).gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+    return target_logprobs(logits, {"input_ids": input_ids})
 
 
 def run(snippet: str, **names: Any) -> dict[str, Any]:
@@ -83,29 +83,30 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 def test_every_snippet_is_tested() -> None:
-    used = set(re.findall(r"run\(\s*\"(.+?)\"", Path(__file__).read_text(encoding="utf-8")))
-    used |= {f"trainer: {which}" for which in ("before", "after")}  # in train
-    used |= {"ranks: windows"}  # in test_windows_of_a_loader
-    used |= {f"fsdp: {which}" for which in ("before", "after")}  # in fsdp_rank
-    used |= {f"ranks: {which}" for which in (*WRAPPERS, "fabric")}  # in wrapping_rank
-    assert set(SNIPPETS) == used
+    named = re.findall(r"\"(\w+: [\w -]+)\"", Path(__file__).read_text(encoding="utf-8"))
+    both = {f"{part}: {which}" for part in ("fsdp", "ranks") for which in ("before", "after")}
+    assert set(SNIPPETS) - both - {"ranks: fabric"} <= set(named)
     assert GUIDE.read_text(encoding="utf-8").count("```python") == len(SNIPPETS)
 
 
-def test_plain_loop() -> None:
-    model, data = tiny_llama(), batch()
+def target_logprobs(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("head", ["plain", "tied", "frozen"])
+def test_plain_loop(head: str) -> None:
+    model, data = tiny_llama(tie_word_embeddings=head == "tied"), batch()
+    model.lm_head.weight.requires_grad_(head != "frozen")
     before = run("plain: before", model=model, **data)
     expected = gradients(model)
     ratio = before["ratio"][data["mask"]]
     assert (ratio > 1.28).any()
     assert (ratio < 0.8).any()
-    after = run("plain: after", model=model, **data)
-    assert_close(after["out"].loss, before["loss"])
-    assert_close(after["out"].logprobs[data["mask"]], before["logprobs"][data["mask"]])
-    assert_close(gradients(model), expected)
-    logits = run("plain: logits", model=model, **data)
-    assert_close(logits["out"].loss, before["loss"])
-    assert_close(gradients(model), expected)
+    for snippet in ("plain: after", "plain: logits"):
+        after = run(snippet, model=model, **data)
+        assert_close(after["out"].loss, before["loss"])
+        assert_close(after["out"].logprobs[data["mask"]], before["logprobs"][data["mask"]])
+        assert_close(gradients(model), expected)
     old = run("plain: old log-probs", model=model, **data)
     assert_close(old["old_logprobs"], torch.where(data["mask"], before["logprobs"], 0.0))
     probabilities = before["logits"].softmax(-1)
@@ -181,50 +182,12 @@ def test_trainer_on_ranks(tmp_path: Path) -> None:
         assert_same_moves(torch.load(tmp_path / f"{rank}.pt"), expected)
 
 
-def test_tied_head() -> None:
-    model, data = tiny_llama(tie_word_embeddings=True), batch()
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    run("plain: before", model=model, **data)
-    expected = gradients(model)
-    run("plain: after", model=model, **data)
-    assert_close(gradients(model), expected)
-
-
-def test_frozen_head() -> None:
-    model, data = tiny_llama(), batch()
-    model.lm_head.weight.requires_grad_(False)
-    run("plain: before", model=model, **data)
-    expected = gradients(model)
-    run("plain: after", model=model, **data)
-    assert_close(gradients(model), expected)
-
-
 def test_biased_and_capped_head() -> None:
     model, data = tiny_llama(), batch()
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
     model.config.final_logit_softcapping = 2.0
     logits = run("heads: before", model=model, **data)["logits"]  # Llama itself does not cap
-    logprobs = (2.0 * (logits / 2.0).tanh()).log_softmax(-1)
-    expected = logprobs.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
-    assert_close(run("heads: after", model=model, **data)["stats"].logprobs, expected)
-
-
-def test_gemma_head() -> None:
-    """A model that caps its own logits."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-    }
-    model = Gemma2ForCausalLM(
-        Gemma2Config(vocab_size=VOCAB, num_key_value_heads=1, final_logit_softcapping=0.5, **sizes)
-    ).eval()
-    data = batch()
-    expected = eager_logprobs(model, data["input_ids"], data["attention_mask"])
+    expected = target_logprobs(2.0 * (logits / 2.0).tanh(), data)
     assert_close(run("heads: after", model=model, **data)["stats"].logprobs, expected)
 
 
@@ -233,11 +196,9 @@ def test_lora_head() -> None:
     data = batch()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_alpha=8, init_lora_weights=False)
     model = peft.get_peft_model(tiny_llama(), config)
-    logits = run("lora: before", model=model, **data)["logits"]
-    logprobs = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+    logprobs = target_logprobs(run("lora: before", model=model, **data)["logits"], data)
     ratio, gain = (logprobs - data["old_logprobs"]).exp(), data["advantages"][:, None]
-    gain = torch.min(ratio * gain, ratio.clamp(0.8, 1.28) * gain)
-    loss = -(gain * data["mask"]).sum() / data["mask"].sum()
+    loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.28) * gain)[data["mask"]].mean()
     loss.backward()
     expected = gradients(model)
     assert sum("lm_head" in name for name in expected) == 2
@@ -251,18 +212,16 @@ def test_vllm_logprobs() -> None:
 
     seen = [{5: SimpleNamespace(logprob=-1.25)}, {7: SimpleNamespace(logprob=-0.5), 2: SimpleNamespace(logprob=-0.1)}]
     completion = SimpleNamespace(token_ids=[5, 7], logprobs=seen)
-    collect = run("vllm: collect", torch=torch)["engine_logprobs"]
-    assert collect(completion).tolist() == [-1.25, -0.5]
+    assert run("vllm: collect", torch=torch)["engine_logprobs"](completion).tolist() == [-1.25, -0.5]
 
     model, data = tiny_llama(), batch()
-    weight, targets = model.lm_head.weight, data["input_ids"][:, 1:]
+    weight, ids = model.lm_head.weight, {key: data[key] for key in ("input_ids", "attention_mask")}
+    names = {"weight": weight, "targets": data["input_ids"][:, 1:], "linear_dapo_loss": linear_dapo_loss, **data}
 
     def hidden() -> Tensor:
-        return model.model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).last_hidden_state[:, :-1]
+        return model.model(**ids).last_hidden_state[:, :-1]
 
-    logprobs = (hidden() @ weight.T / data["temperature"]).log_softmax(-1)
-    logprobs = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    names = {"weight": weight, "targets": targets, "linear_dapo_loss": linear_dapo_loss, **data}
+    logprobs = target_logprobs(hidden() @ weight.T / data["temperature"], data)
     before = run("vllm: before", logprobs=logprobs, **names)
     before["loss"].backward()
     expected = gradients(model)

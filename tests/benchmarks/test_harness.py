@@ -10,28 +10,32 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import allocators, configs, harness, machine, run
+from benchmarks import allocators, harness, run
 from benchmarks.allocators import ALLOCATORS, HUGE_PAGES, OUT_OF_THE_BOX
 from benchmarks.configs import HEADLINE, SUITES, Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run, eager_logprobs
 from benchmarks.formulas import FORMULAS
+from benchmarks.meters import RehearsalMeter
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Result, exceeded, find_truth
 
-ROOT = Path(__file__).parents[2]
 SMALL = [config for config in SUITES["smoke"] if config.allocator == OUT_OF_THE_BOX]
 TRAIN = [config for config in SMALL if config.mode == "train"]
 TRAIN += [replace(config, objective="entropy_bonus", entropy=True) for config in TRAIN[-2:]]
 ONE = Config("logits", "float32", 32, 512, rounds=3, min_rounds=3)
 MIB = 2**20
 
+each_training = pytest.mark.parametrize("config", TRAIN, ids=lambda config: config.name)
+
 
 def by_name(name: str, config: Config) -> Contestant:
     return next(c for c in CONTESTANTS if c.name == name and c.can_do(config))
 
 
-def measure(config: Config) -> dict[str, Any]:
-    return harness.measure(config, 1, lambda text: None)
+def measure(config: Config, *contestants: Contestant, meter: Any = None) -> dict[str, dict[str, Any]]:
+    """Return the rows by name."""
+    rows = harness.measure(config, 1, lambda text: None, list(contestants), meter)["rows"]
+    return {row["name"]: row for row in rows}
 
 
 # --- the check against float64 --------------------------------------------------------------------------------------
@@ -48,8 +52,9 @@ def test_own_and_eager_pass_the_check(config: Config) -> None:
         assert "reason" not in row, (name, row)
 
 
-@pytest.mark.parametrize("config", TRAIN, ids=lambda config: config.name)
+@each_training
 def test_truth_is_float64_autograd(config: Config) -> None:
+    """On sampled rows too, where the problem is too large for float64 throughout."""
     problem = build(config)
     truth = find_truth(problem)
     leaves = [x.detach().double().requires_grad_() for x in problem.inputs()]
@@ -58,44 +63,28 @@ def test_truth_is_float64_autograd(config: Config) -> None:
     loss = FORMULAS[config.objective](logprobs, problem.tokens._replace(entropy=entropy))
     errors = truth.errors(Result(loss=loss, gradients=torch.autograd.grad(loss, leaves)))
     assert max(errors.values()) < 1e-11, errors
-    contestant = by_name("dapo_kernels", config)
-    assert "reason" not in harness.check(contestant, contestant.make(problem)(), truth)
-
-
-@pytest.mark.parametrize("config", TRAIN, ids=lambda config: config.name)
-def test_large_problems_get_float64_on_the_sampled_rows(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = build(config)
-    full = find_truth(problem)
-    monkeypatch.setattr("benchmarks.truth.FULL_LIMIT", 0)
-    sampled = find_truth(problem)
+    sampled = find_truth(problem, full_limit=0)
     # Logits from bfloat16 hidden states are rounded to bfloat16 in the float32 normalizers.
     rounded = config.level == "hidden" and config.dtype == "bfloat16"
-    assert float((sampled.loss - full.loss).abs()) < (2e-3 if rounded else 1e-6)
-    torch.testing.assert_close(sampled.row_gradient, full.row_gradient, rtol=1e-9, atol=1e-12)
+    assert float((sampled.loss - truth.loss).abs()) < (2e-3 if rounded else 1e-6)
+    torch.testing.assert_close(sampled.row_gradient, truth.row_gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("spoil", ["loss", "scaled gradient", "swapped rows", "zero head", "nan"])
-@pytest.mark.parametrize("config", TRAIN, ids=lambda config: config.name)
-def test_wrong_results_are_refused(config: Config, spoil: str) -> None:
+@each_training
+def test_wrong_results_are_refused(config: Config) -> None:
     problem = build(config)
-    contestant = by_name("dapo_kernels", config)
+    contestant, truth = by_name("dapo_kernels", config), find_truth(problem)
     good = contestant.make(problem)()
     assert good.loss is not None
     loss, (first, *rest) = good.loss.detach(), (g.detach().clone() for g in good.gradients)
-    if spoil == "loss":
-        loss = loss + 0.05
-    elif spoil == "scaled gradient":
-        first *= 1.1
-    elif spoil == "swapped rows":
-        first = first.flip(0)
-    elif spoil == "nan":
-        first[0, 0] = torch.nan
-    elif rest:
-        rest = [torch.zeros_like(rest[0])]
-    else:
-        pytest.skip("the logits have no head")
-    row = harness.check(contestant, Result(loss=loss, gradients=(first, *rest)), find_truth(problem))
-    assert row["status"] == "wrong"
+    holed = first.clone()
+    holed[0, 0] = torch.nan
+    spoilt = [(loss + 0.05, first, rest), *((loss, x, rest) for x in (1.1 * first, first.flip(0), holed))]
+    spoilt += [(loss, first, [torch.zeros_like(x) for x in rest])] if rest else []
+    assert "reason" not in harness.check(contestant, Result(loss=loss, gradients=(first, *rest)), truth)
+    for bad_loss, bad, others in spoilt:
+        row = harness.check(contestant, Result(loss=bad_loss, gradients=(bad, *others)), truth)
+        assert row["status"] == "wrong"
 
 
 def test_limits_follow_the_rounding() -> None:
@@ -124,96 +113,76 @@ def test_problems_of_one_input_share_it() -> None:
     assert build(replace(ONE, vocab=256)).exact == {}
 
 
-# --- processes and memory -------------------------------------------------------------------------------------------
-
-
-def _allocating(mib: int) -> Contestant:
-    def make(problem: Problem) -> Run:
-        def call() -> Result:
-            scratch = torch.ones(mib * MIB, dtype=torch.uint8)
-            kept = torch.ones(MIB, dtype=torch.uint8)
-            del scratch
-            return Result(loss=torch.zeros(()), gradients=(kept,))
-
-        return call
-
-    return Contestant(f"takes {mib} MiB", "", "ours", make)
+# --- each in a process of its own -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mib", [8, 96])
 def test_peak_memory_is_what_was_taken(mib: int) -> None:
     problem = build(SMALL[0])
-    call = _allocating(mib).make(problem)
-    harness.in_child(lambda: harness.watched(call, problem)[2])
+
+    def call() -> Result:
+        scratch = torch.ones(mib * MIB, dtype=torch.uint8)
+        kept = torch.ones(MIB, dtype=torch.uint8)
+        del scratch
+        return Result(loss=torch.zeros(()), gradients=(kept,))
+
     row = harness.in_child(lambda: [harness.watched(call, problem)[2] for _ in range(2)][1])
     assert row["gradient_bytes"] == MIB
     # The kernel counts pages in per-core batches, and a heap keeps a few: a quarter of a MiB each.
     assert mib + 0.5 <= row["peak_extra_bytes"] / MIB <= mib + 5
 
 
-def _dies() -> dict[str, Any]:
-    raise SystemExit(3)
-
-
 def test_a_child_that_dies_is_reported() -> None:
-    assert harness.in_child(_dies)["status"] == "failed"
+    def die() -> dict[str, Any]:
+        raise SystemExit(3)
+
+    assert harness.in_child(die)["status"] == "failed"
 
 
-def _noting_its_process(name: str, kind: str) -> Contestant:
-    def make(problem: Problem) -> Run:
-        def call() -> Result:
-            with open(os.environ["NOTES"], "a") as notes:
-                print(os.getpid(), name, file=notes)
-            return Result() if kind == "denominator" else by_name("dapo_kernels, new gradient", ONE).make(problem)()
+def test_each_takes_turns_with_its_denominator_in_a_process_of_its_own(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
 
-        return call
+    def noting(name: str, kind: str) -> Contestant:
+        def make(problem: Problem) -> Run:
+            def call() -> Result:
+                with notes.open("a") as file:
+                    print(os.getpid(), name, file=file)
+                return Result() if kind == "denominator" else by_name("eager", ONE).make(problem)()
 
-    return Contestant(name, "", kind, make)
+            return call
 
+        return Contestant(name, "", kind, make)
 
-def test_each_takes_turns_with_its_denominator_in_a_process_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    field = [_noting_its_process(n, k) for n, k in (("pass", "denominator"), ("a", "ours"), ("b", "peer"))]
-    monkeypatch.setattr(harness, "contestants_of", lambda config: field)
-    record = measure(ONE)
-    lines = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    rows = measure(ONE, noting("pass", "denominator"), noting("a", "ours"), noting("b", "peer"))
+    lines = [line.split() for line in notes.read_text().splitlines()]
     pids = {name: {pid for pid, who in lines if who == name} for name in ("pass", "a", "b")}
     assert len(pids["a"]) == len(pids["b"]) == 1
     assert pids["a"] != pids["b"]
     assert pids["pass"] == pids["a"] | pids["b"]
     assert str(os.getpid()) not in pids["pass"]
-    rows = {row["name"]: row for row in record["rows"]}
     for name in ("a", "b"):
         assert [who for pid, who in lines if {pid} == pids[name]][-6:] == ["pass", name] * 3
         assert rows[name]["over_denominator"] == rows[name]["over"]["pass"]
     assert len(rows["pass"]["times_ms"]) == 6  # of both processes
 
 
-def test_what_does_not_fit_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * MIB)
-    rows = {row["name"]: row for row in measure(replace(SMALL[0], contestants=("dapo_kernels", "eager")))["rows"]}
-    assert rows["eager"]["status"] == "skipped"
-    assert "median_ms" not in rows["eager"]
-    assert rows["dapo_kernels"]["median_ms"] > 0
+def zeros(problem: Problem) -> Run:
+    return lambda: Result(loss=torch.ones(()), gradients=(torch.zeros_like(problem.inputs()[0]),))
 
 
-def test_a_wrong_contestant_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(problem: Problem) -> Run:
-        return lambda: Result(loss=torch.ones(()), gradients=(torch.zeros_like(problem.inputs()[0]),))
-
-    monkeypatch.setattr(harness, "PEERS", [Contestant("liar", "", "peer", make)])
-    rows = {row["name"]: row for row in measure(replace(SMALL[0], contestants=("mul_", "liar")))["rows"]}
-    assert rows["liar"]["status"] == "wrong"
-    assert "median_ms" not in rows["liar"]
+def test_what_does_not_fit_or_is_wrong_has_no_figure() -> None:
+    wrong = measure(SMALL[0], by_name("mul_", SMALL[0]), Contestant("liar", "", "peer", zeros))["liar"]
+    huge = replace(SMALL[0], n_tokens=2**21, vocab=2**21)
+    skipped = measure(huge, by_name("mul_", huge), by_name("eager", huge))["eager"]
+    assert (wrong["status"], skipped["status"]) == ("wrong", "skipped")
+    assert not {"median_ms"} & (wrong.keys() | skipped.keys())
 
 
 def test_padding_has_a_denominator_of_live_tokens_too() -> None:
-    config = replace(ONE, level="hidden", hidden=64, live=0.5, n_sequences=2)
-    record = measure(replace(config, contestants=("three GEMMs", "three GEMMs, live tokens", "dapo_kernels")))
-    ours = next(row for row in record["rows"] if row["name"] == "dapo_kernels")
-    assert list(ours["over"]) == ["three GEMMs", "three GEMMs, live tokens"]
+    config = replace(ONE, level="hidden", hidden=64, live=0.5, n_sequences=2, rounds=1, min_rounds=1)
+    names = ("three GEMMs", "three GEMMs, live tokens", "dapo_kernels")
+    ours = measure(config, *(by_name(name, config) for name in names))["dapo_kernels"]
+    assert list(ours["over"]) == list(names[:2])
     problem = build(replace(config, level="logits", hidden=0))
     assert problem.logits is not None
     problem.logits.fill_(float("nan"))  # a pass over dead rows would not show in zeros
@@ -223,11 +192,8 @@ def test_padding_has_a_denominator_of_live_tokens_too() -> None:
     assert (~problem.logits.isnan()).all(1).equal(problem.tokens.mask)
 
 
-# --- allocators -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setting", ALLOCATORS)
-def test_a_worker_gets_its_setting_and_no_other(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_gets_its_allocator_and_no_other(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = {"MALLOC_TRIM_THRESHOLD_": "1", "THP_MEM_ALLOC_ENABLE": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     for name, value in stale.items():
         monkeypatch.setenv(name, value)
@@ -235,18 +201,46 @@ def test_a_worker_gets_its_setting_and_no_other(setting: str, monkeypatch: pytes
     assert allocators.mismatch(setting, found) is None
     assert all(allocators.mismatch(other, found) for other in set(ALLOCATORS) - {setting})
     assert allocators.mismatch(setting, {**found, "GLIBC_TUNABLES": "x"})
+    if setting == HUGE_PAGES:
+        with pytest.raises(RuntimeError, match=HUGE_PAGES):
+            measure(replace(ONE, allocator=setting))
 
 
-def test_figures_under_a_wrong_name_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=HUGE_PAGES):
-        measure(replace(ONE, allocator=HUGE_PAGES))
+# --- side by side, as on a GPU --------------------------------------------------------------------------------------
+
+
+def raises(problem: Problem) -> Run:
+    def call() -> Result:
+        raise RuntimeError("no kernel image\nand more")
+
+    return call
+
+
+def test_side_by_side_nothing_forks_and_a_contestant_that_raises_is_named() -> None:
+    names = ("mul_", "dapo_kernels", "dapo_kernels, new gradient", "eager")
+    field = [*(by_name(name, ONE) for name in names), Contestant("raises", "", "peer", raises)]
+    rows = measure(ONE, *field, meter=RehearsalMeter())
+    assert (rows["raises"]["status"], rows["raises"]["reason"]) == ("failed", "RuntimeError: no kernel image")
+    assert all(len(rows[name]["times_ms"]) == 3 for name in names)
+    assert rows["dapo_kernels"]["gradient_bytes"] == 0
+    assert rows["dapo_kernels, new gradient"]["gradient_bytes"] == 32 * 512 * 4
+    assert max(rows["eager"]["errors"].values()) < 1e-5
+
+
+def test_nothing_is_measured_on_a_device_that_is_lost() -> None:
+    class LostMeter(RehearsalMeter):
+        def probe(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        measure(ONE, by_name("mul_", ONE), Contestant("raises", "", "peer", raises), meter=LostMeter())
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suite", sorted(SUITES))
-def test_the_table_is_sound(suite: str) -> None:
+def test_the_table_of_workloads_is_sound(suite: str) -> None:
     rows = SUITES[suite]
     assert len({config.name for config in rows}) == len(rows), "two configurations of one name"
     names = {c.name for c in (*harness.CONTESTANTS, *harness.TUNED, *harness.PEERS)}
@@ -261,59 +255,5 @@ def test_the_table_is_sound(suite: str) -> None:
 
 
 def test_the_headline_runs_under_every_allocator() -> None:
-    for config in HEADLINE:
-        assert config.contestants is None
-        for setting in ALLOCATORS:
-            assert any(row.name == replace(config, allocator=setting).name for row in SUITES["full"])
-
-
-# --- side by side, as on a GPU --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA configurations on CPU tensors."""
-    monkeypatch.setattr(configs, "REHEARSAL", True)
-
-
-ON_GPU = replace(ONE, device="cuda")
-
-
-@pytest.mark.usefixtures("rehearsal")
-def test_on_a_gpu_nothing_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "in_child", lambda work: pytest.fail("a CUDA context does not survive a fork"))
-    names = ("copy_", "dapo_kernels", "dapo_kernels, new gradient", "eager")
-    record = measure(replace(ON_GPU, contestants=names))
-    rows = {row["name"]: row for row in record["rows"]}
-    assert record["denominators"] == ["copy_"]
-    assert record["allocator"] is None
-    assert all(len(row["times_ms"]) == 3 for row in rows.values())
-    assert rows["dapo_kernels"]["gradient_bytes"] == 0
-    assert rows["dapo_kernels, new gradient"]["gradient_bytes"] == 32 * 512 * 4
-    assert max(rows["eager"]["errors"].values()) < 1e-5
-
-
-def _raises(problem: Problem) -> Run:
-    def call() -> Result:
-        raise RuntimeError("no kernel image\nand more")
-
-    return call
-
-
-@pytest.mark.usefixtures("rehearsal")
-@pytest.mark.parametrize("device_is_lost", [False, True])
-def test_a_contestant_that_raises_is_named(device_is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def probe(self: object) -> None:
-        if device_is_lost:
-            raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr(harness.RehearsalMeter, "probe", probe)
-    monkeypatch.setattr(harness, "PEERS", [Contestant("raises", "", "peer", _raises)])
-    config = replace(ON_GPU, contestants=("copy_", "dapo_kernels", "raises"))
-    if device_is_lost:  # no later figure could be trusted
-        with pytest.raises(RuntimeError, match="lost"):
-            measure(config)
-        return
-    rows = {row["name"]: row for row in measure(config)["rows"]}
-    assert (rows["raises"]["status"], rows["raises"]["reason"]) == ("failed", "RuntimeError: no kernel image")
-    assert rows["dapo_kernels"]["median_ms"] > 0
+    full = {row.name for row in SUITES["full"]}
+    assert {replace(config, allocator=setting).name for config in HEADLINE for setting in ALLOCATORS} <= full

@@ -1,54 +1,51 @@
-"""Processes of a suite, its files, and what the page computes."""
+"""Processes of a suite, its files, and what the pages compute."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import decide, harness, machine, report, run
-from benchmarks.allocators import ALLOCATORS
-from benchmarks.configs import GPU_CARD, GPU_HIDDEN, GPU_LOGITS, Config
+from benchmarks import bench_ranks, decide, harness, machine, report, run
+from benchmarks import bench_step_vs_trl as step
+from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
+from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, QUOTED, SUITES, Config
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.peers import PEERS
 from dapo_kernels.backends.registry import Default
 from docs import loss_picture as picture
 
 ROOT = Path(__file__).parents[2]
-
-# --- processes --------------------------------------------------------------------------------------------
-
-_WORKER = """
+WORKER = """
 import json, os, sys, time
 for name in sys.argv[1:]:
     print(json.dumps({"progress": "at " + name}), flush=True)
     if name == os.environ.get("DIES"):
         sys.exit("killed by " + name)
     if name == os.environ.get("HANGS"):
-        time.sleep(60)
+        time.sleep(600)
     row = {"name": "dapo_kernels", "kind": "ours", "setting": "", "status": "ok", "median_ms": 1.0, "min_ms": 1.0}
     row |= {"max_ms": 1.0, "pid": os.getpid()}
     record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "rows": [row]}
     print(json.dumps({"record": record | {"fields": {"headline": True}}}), flush=True)
 """
-SERVED = [replace(GPU_LOGITS[0], n_tokens=n) for n in (1, 2, 3, 4)]
+SERVED = [replace(QUOTED[1], n_tokens=n) for n in (1, 2, 3, 4)]
 
 
-@pytest.fixture(autouse=True)
-def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(suite: str, chosen: Sequence[Config], threads: int) -> list[str]:
-        return [sys.executable, "-S", "-c", _WORKER, *(config.name for config in chosen)]
-
-    monkeypatch.setattr(run, "_command", command)
+def fake_worker(suite: str, chosen: Sequence[Config], threads: int) -> list[str]:
+    return [sys.executable, "-S", "-c", WORKER, *(config.name for config in chosen)]
 
 
-def served(chosen: Sequence[Config] = SERVED, seconds: float | None = None) -> list[dict[str, Any]]:
-    records = list(run.measured("gpu-logits", chosen, 1, seconds, lambda config, text: None))
+def served(chosen: Sequence[Config] = SERVED) -> list[dict[str, Any]]:
+    records = list(run.measured("sweep", chosen, 1, None, lambda config, text: None, fake_worker))
     assert [record["config"] for record in records] == [config.name for config in chosen]
     return records
 
@@ -59,9 +56,7 @@ def pids(records: list[dict[str, Any]]) -> list[int]:
 
 def test_configurations_share_a_process_only_where_they_need_the_same_environment() -> None:
     assert len(set(pids(served()))) == 1
-    on_cpu = [replace(c, device="cpu") for c in SERVED]
-    assert len(set(pids(served(on_cpu)))) == 1
-    apart = [replace(config, allocator=name) for config, name in zip(on_cpu, ALLOCATORS, strict=True)]
+    apart = [replace(config, allocator=name) for config, name in zip(SERVED, ALLOCATORS, strict=True)]
     assert len(set(pids(served(apart)))) == len(SERVED)
 
 
@@ -69,55 +64,45 @@ def test_a_worker_that_dies_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DIES", SERVED[1].name)
     records = served()
     assert "killed by" in records[1]["error"]
-    assert len(set(pids(records))) == 2
-    assert len(pids(records)) == 3
-
-
-def fake_gpu() -> dict[str, Any]:
-    facts = {"name": "NVIDIA H200", "capability": "9.0", "multiprocessors": 132, "memory_gib": 140.4}
-    return {**facts, "driver": "580.159.03", "cuda": "13.0", "backends": {"triton": "runs", "cuda": "not built"}}
+    assert (len(pids(records)), len(set(pids(records)))) == (3, 2)
 
 
 def test_a_suite_that_was_stopped_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "describe_gpu", fake_gpu)
     monkeypatch.setenv("HANGS", SERVED[1].name)
-    base = tmp_path / "gpu-logits"
+    base = tmp_path / "sweep"
 
     def call(seconds: float) -> list[str]:
-        results = run.run_suite("gpu-logits", SERVED, base, seconds, threads=1)
+        results = run.run_suite("sweep", SERVED, base, seconds, threads=1, command=fake_worker)
         assert results == json.loads(base.with_suffix(".json").read_text())
         return [record["config"] for record in results["records"] if record["rows"]]
 
     names = [config.name for config in SERVED]
-    assert call(2.0) == names[:1]
-    page = base.with_suffix(".md").read_text()
-    assert all(text in page for text in ("NVIDIA H200", "580.159.03", *names))
+    assert call(5.0) == names[:1]
+    assert all(name in base.with_suffix(".md").read_text() for name in names)
     assert not run.is_finished(base, SERVED)
-    assert call(2.0) == [names[0], names[2], names[3]]  # what hung comes last
+    assert call(5.0) == [names[0], names[2], names[3]]  # what hung comes last
     assert run.is_finished(base, SERVED)  # and is not tried a third time
-    monkeypatch.delenv("HANGS")
-    assert call(2.0) == [names[0], names[2], names[3]]
+    assert call(5.0) == [names[0], names[2], names[3]]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
 def test_a_gpu_suite_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "gpu-logits"])
     assert run.main() == 2
 
 
 @pytest.mark.parametrize("out", [["--out", "/somewhere"], ["--out=/somewhere"], []])
 def test_a_page_names_its_command_but_no_folder_of_ours(monkeypatch: pytest.MonkeyPatch, out: list[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["run.py", "--suite", "quick", *out, "--only", "N=1 V"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "quick", *out, "--only", "N=1 V"])
     assert machine.command("python", "run.py") == "python run.py --suite quick --only 'N=1 V'"
 
 
-@pytest.mark.parametrize("text", ["NVRM version: NVIDIA UNIX x86_64  580.159.03  Release\nGCC 12.2.0", "580.159.03\n"])
-def test_the_version_of_the_driver(text: str) -> None:
-    assert machine.driver_version(text) == "580.159.03"
-    assert machine.driver_version("") == "unknown"
+def test_the_version_of_the_driver() -> None:
+    text = "NVRM version: NVIDIA UNIX x86_64  580.159.03  Release\nGCC 12.2.0"
+    assert [machine.driver_version(t) for t in (text, "580.159.03\n", "")] == ["580.159.03", "580.159.03", "unknown"]
 
 
-# --- the page ---------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------------------------
 
 
 def row(name: str, kind: str, ms: float, **more: Any) -> dict[str, Any]:
@@ -129,14 +114,8 @@ def record_of(config: Config, *rows: dict[str, Any]) -> dict[str, Any]:
     names = [row["name"] for row in rows if row["kind"] == "denominator"]
     harness.divide_by_denominators(list(rows))
     harness.divide_by_ours(list(rows))
-    allocator = config.allocator if config.device == "cpu" else None
-    record = {"config": config.name, "workload": config.workload, "allocator": allocator, "fields": vars(config)}
+    record = {"config": config.name, "workload": config.workload, "allocator": None, "fields": vars(config)}
     return {**record, "denominators": names, "rows": list(rows), "wall_s": 1.0}
-
-
-def cells(page: str, first: str) -> list[str]:
-    line = next(line for line in page.splitlines() if line.startswith(f"| {first} |"))
-    return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
 def test_the_picture_shows_each_side_at_its_best(tmp_path: Path) -> None:
@@ -151,19 +130,18 @@ def test_the_picture_shows_each_side_at_its_best(tmp_path: Path) -> None:
 
 
 def test_contestants_are_compared_with_our_call_that_treats_the_logits_alike() -> None:
-    rows = [
-        {"kind": kind, "destroys_logits": destroys, "median_ms": ms}
-        for kind, destroys, ms in (
-            *(("denominator", False, 8.0), ("ours", True, 10.0), ("ours", False, 20.0)),
-            *(("eager", False, 80.0), ("peer", True, 30.0)),
-        )
-    ]
+    sides = (
+        ("denominator", False, 8.0),
+        ("ours", True, 10.0),
+        ("ours", False, 20.0),
+        ("eager", False, 80.0),
+        ("peer", True, 30.0),
+    )
+    rows = [{"kind": kind, "destroys_logits": destroys, "median_ms": ms} for kind, destroys, ms in sides]
     harness.divide_by_ours(rows)
     assert [row["over_ours"] for row in rows] == [0.8, 1.0, 2.0, 4.0, 3.0]
-    destroying = {c.name for c in (*CONTESTANTS, *PEERS) if c.destroys_logits}
-    assert destroying - {"dapo_kernels"} == {
-        *("Liger GRPO, Triton", "quack cross_entropy", "flash-attn cross_entropy_loss"),
-    }
+    destroying = {c.name for c in (*CONTESTANTS, *PEERS) if c.destroys_logits} - {"dapo_kernels"}
+    assert destroying == {"Liger GRPO, Triton", "quack cross_entropy", "flash-attn cross_entropy_loss"}
 
 
 def test_losses_absences_and_published_figures_are_on_the_page() -> None:
@@ -171,11 +149,15 @@ def test_losses_absences_and_published_figures_are_on_the_page() -> None:
     gone = {"name": "gone", "kind": "peer", "setting": "", "status": "absent", "reason": "x is not installed"}
     fast = record_of(published, row("copy_", "denominator", 10.0), row("dapo_kernels", "ours", 20.0))
     fast["rows"] += [row("fast", "peer", 15.0, over_ours=0.75), gone]
-    assert f"{published.name}: fast takes 0.75" in report.losses([fast])
-    assert report.absent([fast, fast]).startswith("- gone, 2 ")
-    page = report._published([fast])
+    gpu = {"name": "H200", "capability": "9.0", "multiprocessors": 132, "memory_gib": 140.4, "driver": "580.159.03"}
+    gpu |= {"cuda": "13.0", "backends": {"triton": "runs"}}
+    results = {"suite": "gpu-hidden", "records": [fast], "machine": machine.describe() | {"gpu": gpu}, "threads": 1}
+    results |= {"load_average_at_end": [0.0], "command": "run", "started": "now", "wall_s": 1.0}
+    page = report.markdown(results)
     what, figure, source = published.published[0]
-    assert cells(page, published.name)[1:] == ["dapo_kernels 20.00 ms", f"{what}: {figure}", source]
+    for cells in (f"{published.name}: fast takes 0.75", "- gone, 1", "580.159.03", f"{what}: {figure} | {source}"):
+        assert cells in page
+    assert "| dapo_kernels |  | 20.00 | 20.00–20.00 | 2.00 | 1.00 |" in page
     assert "15.00" not in report.console(record_of(published, gone))
 
 
@@ -186,7 +168,35 @@ def test_rates_of_the_card() -> None:
     assert f"{6 * 8192 * 151936 * 4096 / 0.04 / 1e12:.3g} TFLOP/s" in report.rates_of_card([hidden])
 
 
-# --- the decision between the backends ----------------------------------------------------------------------
+def test_the_page_of_ranks_has_the_medians_and_the_largest_phases() -> None:
+    one, two = bench_ranks.SIDES[0][0], bench_ranks.SIDES[2][0]
+    phases = [{"rollout": 1.0 + i, "optimizer": 0.5} for i in range(3)]  # median 2.0
+    found = {one: phases, two: [{**phase, "sync": 2.5} for phase in phases]}
+    page = bench_ranks.step_page(found, machine.describe(), argparse.Namespace(prompts=4, rounds=1, steps=3))
+    assert "÷ one process | sync | rollout | optimizer |" in page
+    assert f"| {two} | 5.00 | 2.00 |" in page  # 2 + 0.5 + 2.5 of 2.5
+
+
+def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
+    theirs = {OUT_OF_THE_BOX: 40.0, RAISED: 25.0, BOTH: 27.0}
+
+    def measure(side: str, allocator: str, options: argparse.Namespace) -> dict[str, Any]:
+        seconds = theirs.get(allocator, 30.0) if side == "TRL" else 10.0
+        phases = {"rollout": 0.4 * seconds, "forward_backward": 0.5 * seconds, "other": 0.1 * seconds}
+        result = {"side": side, "allocator": allocator, "seconds": [99.0, seconds, seconds], "phases": [phases] * 3}
+        return result | {"tokens": [1, 1000, 1000], "versions": {}, "peak_bytes": 2**30}
+
+    options = argparse.Namespace(steps=3, threads=2)
+    results = step.measure_all(options, measure)
+    assert [r["allocator"] for r in results if r["side"] == "TRL"] == list(ALLOCATORS)
+    assert {r["allocator"] for r in results if r["side"] in step.OURS} == {RAISED}
+    assert {r["allocator"] for r in results if r["side"] == step.BY_COMMAND} == {OUT_OF_THE_BOX}
+    page = step.page(results, options, datetime.now(timezone.utc))
+    assert "| runner | thresholds raised | 10.00 | 1000 | 100 | 2.50 |" in page  # 25 ÷ 10, not 40 ÷ 10
+    assert "| TRL | out of the box | 40.00 | 1000 | 25 | 0.62 |" in page
+
+
+# --- the decision between the backends ------------------------------------------------------------------------------
 
 
 def times(vocab: int, cuda: float | None, dtype: str = "bfloat16", level: str = "logits", mode: str = "train") -> Any:
@@ -207,10 +217,8 @@ def test_cuda_takes_the_rows_in_which_it_is_faster() -> None:
 
 
 def test_the_decision_is_source_for_the_registry() -> None:
-    import torch
-
-    gpu = {"name": "NVIDIA H100", "capability": "9.0"}
-    results = {"machine": {"gpu": gpu}, "records": [times(151_936, 0.8), times(151_936, 0.9, "float32")]}
+    results = {"machine": {"gpu": {"name": "NVIDIA H100", "capability": "9.0"}}}
+    results |= {"records": [times(151_936, 0.8), times(151_936, 0.9, "float32")]}
     tuned = times(32_000, None)
     tuned["rows"].append({"name": decide.TUNINGS[0].name, "status": "ok", "median_ms": 0.5})
     text = decide.text([results, {"records": [tuned]}], ["gpu-h100.json"])
@@ -223,7 +231,7 @@ def test_the_decision_is_source_for_the_registry() -> None:
 
 def test_the_gpu_suites_measure_what_is_decided() -> None:
     both = {decide.TRITON, decide.CUDA}
-    suites = (*GPU_CARD, *GPU_LOGITS, *GPU_HIDDEN)
+    suites = [config for name in ("gpu-card", "gpu-logits", "gpu-hidden") for config in SUITES[name]]
     kinds = {(c.level, c.dtype, c.vocab % 2) for c in suites if c.mode == "train" and both <= set(c.contestants or ())}
     assert kinds >= {("logits", dtype, odd) for dtype in ("bfloat16", "float32") for odd in (0, 1)}
     assert ("hidden", "bfloat16", 0) in kinds

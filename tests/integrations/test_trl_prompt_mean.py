@@ -22,24 +22,24 @@ PROMPT_MEAN = {"aggregate": "prompt-mean-token-mean"}
 LEARNING_RATE = 20.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 class Kept(DapoGRPOTrainer):
-    """Records the generation batches and the arguments of the loss of every micro-batch."""
+    """Keeps the generation batches, and the arguments of the loss of every micro-batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.batches: list[dict[str, Any]] = []
+        self.calls: list[Any] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self.batches.append(super()._generate_and_score_completions(inputs))
         return self.batches[-1]
 
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        self.calls.append(ours.loss_call(self, self._objective, inputs))
+        return super()._compute_loss(model, inputs)
 
-def eq_8(network: Any, batches: list[dict[str, Any]], generations: int, temperature: float = 1.0) -> Tensor:
+
+def eq_8(network: Any, batches: list[dict[str, Any]], generations: int) -> Tensor:
     """Eq. 8 on-policy, where the ratio is 1 with its gradient; ``batches`` of the ranks, in their order."""
     per_completion = []
     for batch in batches:
@@ -47,7 +47,7 @@ def eq_8(network: Any, batches: list[dict[str, Any]], generations: int, temperat
         for i in range(len(mask)):
             ids = torch.cat([batch["prompt_ids"][i], batch["completion_ids"][i]])[None]
             seen = torch.cat([batch["prompt_mask"][i], batch["completion_mask"][i]])[None]
-            logits = network(input_ids=ids, attention_mask=seen).logits[0, :-1].double() / temperature
+            logits = network(input_ids=ids, attention_mask=seen).logits[0, :-1].double()
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][-mask.shape[1] :]
             kept = logprobs[mask[i].bool()]
             per_completion.append([-batch["advantages"][i] * (x - x.detach()).exp() for x in kept])
@@ -59,14 +59,11 @@ def eq_8(network: Any, batches: list[dict[str, Any]], generations: int, temperat
     return torch.stack(means).mean()
 
 
-def expected_step(folder: Path, batches: list[dict[str, Any]], generations: int) -> dict[str, Tensor]:
-    network = load(folder)
-    eq_8(network, batches, generations).backward()
-    return {name: -LEARNING_RATE * p.grad for name, p in network.named_parameters()}
-
-
-def assert_step(before: dict[str, Tensor], after: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, step in expected.items():
+def assert_step(before: dict[str, Tensor], after: dict[str, Tensor], network: Any, batches: list[Any]) -> None:
+    """One update of SGD on eq. 8 with four completions of a prompt."""
+    eq_8(network, batches, 4).backward()
+    for name, parameter in network.named_parameters():
+        step = -LEARNING_RATE * parameter.grad
         assert float(step.abs().max()) > 1e-3
         torch.testing.assert_close(after[name] - before[name], step, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -78,10 +75,8 @@ def test_an_update(tmp_path: Path, model: Path, rollouts: dict[str, bool]) -> No
     run = train(Kept, model, tmp_path, Rollouts(**rollouts), **options, loss_type="dapo", trainer_options=PROMPT_MEAN)
     (batch,) = run.trainer.batches
     lengths = batch["completion_mask"].sum(1).view(-1, 4).sum(1)
-    assert len(set(lengths.tolist())) > 1
-    assert_step(run.start, run.weights, expected_step(model, [batch], 4))
-    plain = train(DapoGRPOTrainer, model, tmp_path, Rollouts(**rollouts), **options, loss_type="dapo")
-    assert any(not torch.allclose(plain.weights[name], weight, atol=1e-5) for name, weight in run.weights.items())
+    assert len(set(lengths.tolist())) > 1  # the mean over tokens is another
+    assert_step(run.start, run.weights, load(model), [batch])
 
 
 def on_a_rank(rank: int, folder: Path) -> None:
@@ -100,35 +95,29 @@ def test_an_update_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(2, on_a_rank, tmp_path)
     (first, before, after), (second, _, other) = (torch.load(tmp_path / f"rank {rank}.pt") for rank in range(2))
     assert first["num_prompts"] == second["num_prompts"] == 3
-    names = {name: name.removeprefix("module.") for name in before}
-    before, after, other = ({names[name]: x for name, x in w.items()} for w in (before, after, other))
     assert all(torch.equal(after[name], other[name]) for name in after)
-    assert_step(before, after, expected_step(tmp_path / "model", [first, second], 4))
+    before, after = ({name.removeprefix("module."): x for name, x in weights.items()} for weights in (before, after))
+    assert_step(before, after, load(tmp_path / "model"), [first, second])
 
 
 def test_a_prompt_without_a_token_does_not_count() -> None:
     accelerator = SimpleNamespace(process_index=0, gather=lambda x: x)
-    modes = SimpleNamespace(training=True)
-    trainer: Any = SimpleNamespace(accelerator=accelerator, model=modes, num_generations=2)
+    trainer: Any = SimpleNamespace(accelerator=accelerator, model=SimpleNamespace(training=True), num_generations=2)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 1], [0, 0, 0]])
     counts = ours.prompt_counts(trainer, {"completion_mask": mask})
     assert counts["group_tokens"].tolist() == [3, 3, 0, 0, 3, 3]
     assert counts["num_prompts"] == 2
 
 
-def test_windows_of_a_generation_batch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_a_generation_batch(tmp_path: Path, model: Path) -> None:
     """Two updates from one generation: the weights of all tokens add up to one per update, in the mean."""
-    calls = []
-    real = ours.loss_call
-    monkeypatch.setattr(ours, "loss_call", lambda *a: (calls.append(call := real(*a)), call)[1])
-    options = {"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 2}
-    settings = {"steps_per_generation": 4, "max_steps": 2, "learning_rate": 0.0, "loss_type": "dapo"}
-    run = train(Kept, model, tmp_path, Rollouts(masked=True), **options, **settings, trainer_options=PROMPT_MEAN)
-    assert len(run.trainer.batches) == 1
-    assert len(calls) == 4
-    total = sum(float((call.mask / call.group_tokens[:, None]).sum() / call.denominator) for call in calls)
+    options = ON_POLICY | {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 2}
+    settings = {"learning_rate": 0.0, "loss_type": "dapo", "trainer_options": PROMPT_MEAN}
+    trainer = train(Kept, model, tmp_path, Rollouts(masked=True), **options, **settings).trainer
+    assert (len(trainer.batches), len(trainer.calls)) == (1, 4)
+    total = sum(float((x.mask / x.group_tokens[:, None]).sum() / x.denominator) for x in trainer.calls)
     assert total == pytest.approx(2, rel=1e-6)
-    assert len({float(call.denominator) for call in calls}) == 1
+    assert len({float(call.denominator) for call in trainer.calls}) == 1
 
 
 def test_evaluation(tmp_path: Path, model: Path) -> None:
@@ -139,25 +128,19 @@ def test_evaluation(tmp_path: Path, model: Path) -> None:
     evaluated = run.trainer.batches[-1]
     assert len(evaluated["advantages"]) == 4
     found = next(entry["eval_loss"] for entry in run.log if "eval_loss" in entry)
-    assert found == pytest.approx(float(eq_8(load(model), [evaluated], 2)), rel=1e-5, abs=1e-7)
+    assert found == pytest.approx(eq_8(load(model), [evaluated], 2).item(), rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(
     ("aggregate", "options", "words"),
     [
-        ("seq-mean-token-mean", {"loss_type": "dapo"}, ["aggregate", "prompt-mean-token-mean"]),
-        ("prompt-mean-token-mean", {"loss_type": "grpo"}, ["aggregate", "loss_type", "dapo, cispo, sapo"]),
-        (
-            "prompt-mean-token-mean",
-            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
-            ["aggregate", "importance_sampling_level"],
-        ),
+        ("seq-mean-token-mean", {"loss_type": "dapo"}, ["prompt-mean-token-mean", "seq-mean-token-mean"]),
+        ("prompt-mean-token-mean", {"loss_type": "grpo"}, ["loss_type", "dapo, cispo, sapo"]),
+        ("prompt-mean-token-mean", {"importance_sampling_level": "sequence"}, ["importance_sampling_level"]),
     ],
 )
 def test_refused(tmp_path: Path, model: Path, aggregate: str, options: dict[str, Any], words: list[str]) -> None:
+    settings = {"loss_type": "dapo", **ON_POLICY, **options, "trainer_options": {"aggregate": aggregate}}
     with pytest.raises(ValueError, match="aggregate") as caught:
-        train(
-            DapoGRPOTrainer, model, tmp_path, Rollouts(), **ON_POLICY, **options,
-            trainer_options={"aggregate": aggregate},
-        )  # fmt: skip
+        train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **settings)
     assert all(word in str(caught.value) for word in words)

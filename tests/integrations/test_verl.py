@@ -1,4 +1,4 @@
-"""verl's registered losses and fused linear layer against the ones this package registers beside them.
+"""verl's losses, advantages and fused linear layer against this package's, and what docs/verl.md says of verl.
 
 Needs verl's core_algos, which imports on a CPU with the packages of ``requirements-verl.txt`` beside this file.
 """
@@ -6,9 +6,10 @@ Needs verl's core_algos, which imports on a CPU with the packages of ``requireme
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,20 @@ from torch import Tensor
 _NEEDED = "verl's import chain: pip install --no-deps -r tests/integrations/requirements-verl.txt"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=_NEEDED, exc_type=ImportError)
 
+from omegaconf import OmegaConf  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from verl.experimental.reward_loop.reward_manager import dapo as reward_manager  # noqa: E402
+from verl.models.transformers.monkey_patch import patch_forward_with_backends  # noqa: E402
+from verl.utils import tensordict_utils  # noqa: E402
+from verl.utils.experimental import torch_functional  # noqa: E402
+from verl.workers.config import ActorConfig  # noqa: E402
+from verl.workers.config.actor import PolicyLossConfig  # noqa: E402
+from verl.workers.utils.losses import ppo_loss  # noqa: E402
+
 import dapo_kernels.integrations.verl as ours  # noqa: E402
 from dapo_kernels import OBJECTIVES  # noqa: E402
+from dapo_runner.algorithms.critic import value_loss  # noqa: E402
+from dapo_runner.algorithms.returns import discounted_sums, gae, whiten  # noqa: E402
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 GLOBAL = {"dp_size": 4, "batch_num_tokens": 977, "global_batch_size": 31, "loss_scale_factor": 64}
@@ -38,8 +51,6 @@ COUNTERPARTS = [
     ("dro", "dro"),
 ]
 UNWEIGHTED = ("dro",)  # there the weights are the policy term's alone
-
-
 NO_CLIP_WITHOUT_ADVANTAGE = ("cispo", "dppo_tv", "dppo_kl")
 
 
@@ -75,9 +86,6 @@ def random_batch(seed: int, rows: int = 6, width: int = 23, per_token: bool = Fa
 def actor_config(
     batch_info: dict[str, Any] | None = None, covariance: dict[str, Any] | None = None, **fields: Any
 ) -> Any:
-    from verl.workers.config import ActorConfig
-    from verl.workers.config.actor import PolicyLossConfig
-
     config = ActorConfig(
         strategy="fsdp",
         rollout_n=4,
@@ -119,34 +127,35 @@ def assert_same(got: Result, expected: Result) -> None:
         assert got.metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize(("theirs", "name"), COUNTERPARTS)
-def test_same_as_verls_own(theirs: str, name: str, mode: str) -> None:
-    for seed, batch_info, weighted in [(0, {}, False), (1, {}, True), (2, GLOBAL, False), (3, GLOBAL, True)]:
-        batch = random_batch(seed, per_token=name not in ("gspo", "kl_cov"))
-        # A share of 1 takes every candidate, so that the random choice is none.
-        covariance = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.1}
-        config = actor_config(batch_info, covariance, loss_scale_factor=batch_info.get("loss_scale_factor"))
-        weights = torch.rand(batch.log_prob.shape) * 2 if weighted and name not in UNWEIGHTED else None
-        if weighted and name == "gspo":
-            assert weights is not None
-            weights = weights[:, :1].expand_as(weights)
-        expected = run(theirs, batch, mode, config, weights)
-        got = run(ours.PREFIX + name, batch, mode, config, weights)
-        assert_same(got, expected)
-        assert expected.gradient.abs().sum() > 0
-        assert set(got.metrics) == set(expected.metrics) | ({"actor/ppo_kl"} if name == "reinforce" else set())
+counterparts = pytest.mark.parametrize(("theirs", "name"), COUNTERPARTS)
 
 
-@pytest.mark.parametrize(("theirs", "name"), COUNTERPARTS)
+@counterparts
+def test_same_as_verls_own(theirs: str, name: str) -> None:
+    for i, mode in enumerate(AGGREGATIONS):
+        for seed, batch_info in ((2 * i, {}), (2 * i + 1, GLOBAL)):
+            batch = random_batch(seed, per_token=name not in ("gspo", "kl_cov"))
+            # A share of 1 takes every candidate, so that the random choice is none.
+            covariance = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0, "kl_cov_ratio": 0.1}
+            config = actor_config(batch_info, covariance, loss_scale_factor=batch_info.get("loss_scale_factor"))
+            weights = torch.rand(batch.log_prob.shape, generator=torch.Generator().manual_seed(seed)) * 2
+            weights = weights[:, :1].expand_as(weights) if name == "gspo" else weights
+            for weight in (None,) if name in UNWEIGHTED else (None, weights):
+                expected = run(theirs, batch, mode, config, weight)
+                got = run(ours.PREFIX + name, batch, mode, config, weight)
+                assert_same(got, expected)
+                assert expected.gradient.abs().sum() > 0
+                assert set(got.metrics) == set(expected.metrics) | ({"actor/ppo_kl"} if name == "reinforce" else set())
+
+
+@counterparts
 def test_same_at_the_edges(theirs: str, name: str) -> None:
     base = random_batch(7)
-    one = Batch(*(x[:1, :1] for x in base))
     edges = {
         "on-policy": base._replace(log_prob=base.old_log_prob.clone()),
         "no advantage": base._replace(advantages=torch.zeros_like(base.advantages)),
         "large advantages": base._replace(advantages=base.advantages * 1e4),
-        "one token": one,
+        "one token": Batch(*(x[:1, :1] for x in base)),
         "integer mask": base._replace(response_mask=base.response_mask.long()),
         "certain tokens": base._replace(log_prob=torch.zeros_like(base.log_prob)),
     }
@@ -156,43 +165,33 @@ def test_same_at_the_edges(theirs: str, name: str) -> None:
         config = actor_config(covariance=covariance, clip_ratio_c=1.5)
         expected = run(theirs, batch, "token-mean", config)
         got = run(ours.PREFIX + name, batch, "token-mean", config)
-        if what == "no advantage" and name in NO_CLIP_WITHOUT_ADVANTAGE:
-            expected.metrics.pop("actor/pg_clipfrac")
+        if what == "no advantage" and name in NO_CLIP_WITHOUT_ADVANTAGE:  # on purpose: nothing was clipped
+            assert expected.metrics.pop("actor/pg_clipfrac") > 0
+            assert got.metrics["actor/pg_clipfrac"] == 0
             expected.metrics.pop("actor/pg_clipfrac_lower")
         assert_same(got, expected)
 
 
-def test_dual_clip_follows_clip_ratio_c() -> None:
-    batch = random_batch(3)
-    for c in (1.2, 3.0, 10.0):
-        config = actor_config(clip_ratio_c=c)
-        expected, got = (run(name, batch, "token-mean", config) for name in ("vanilla", "dapo_kernels/dapo"))
-        assert_same(got, expected)
-    assert (
-        run("dapo_kernels/dapo", batch, "token-mean", actor_config(clip_ratio_c=1.2)).metrics["actor/pg_clipfrac_lower"]
-        > 0
-    )
-
-
-def test_clip_ratio_stands_in_for_low_and_high() -> None:
-    batch = random_batch(4)
-    config = actor_config(clip_ratio=0.1, clip_ratio_low=None, clip_ratio_high=None)
-    for theirs, name in COUNTERPARTS:
-        assert_same(run(ours.PREFIX + name, batch, "token-mean", config), run(theirs, batch, "token-mean", config))
-
-
-def test_a_lower_clip_beyond_1_clips_nothing() -> None:
-    """verl's CISPO recipe writes clip_ratio_low=10."""
-    batch, config = random_batch(5), actor_config(clip_ratio_low=10.0)
-    assert_same(run("dapo_kernels/cispo", batch, "token-mean", config), run("cispo", batch, "token-mean", config))
-
-
-def test_global_counts_may_be_tensors() -> None:
-    batch = random_batch(6)
-    info = GLOBAL | {"batch_num_tokens": torch.tensor(977), "global_batch_size": torch.tensor(31)}
-    for mode in AGGREGATIONS:
-        expected = run("vanilla", batch, mode, actor_config(info))
-        assert_same(run("dapo_kernels/ppo", batch, mode, actor_config(info)), expected)
+@counterparts
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": None},
+        {"clip_ratio_c": 1.2},
+        {"clip_ratio_c": 10.0, "tau_pos": 0.7, "tau_neg": 1.9},
+        {"batch_info": {"batch_num_tokens": torch.tensor(977), "global_batch_size": torch.tensor(31), "dp_size": 4}},
+        {"clip_ratio_low": 10.0},  # as verl's CISPO recipe has it: clips nothing
+    ],
+    ids=lambda settings: ",".join(settings),
+)
+def test_numbers_are_those_of_verls_settings(theirs: str, name: str, settings: dict[str, Any]) -> None:
+    if settings.get("clip_ratio_low") == 10.0 and name != "cispo":
+        pytest.skip("verl's other losses are not given such a bound")
+    config = actor_config(**settings, covariance={"clip_cov_ratio": 1.0, "kl_cov_ratio": 1.0})
+    expected = run(theirs, random_batch(4), "token-mean", config)
+    assert_same(run(ours.PREFIX + name, random_batch(4), "token-mean", config), expected)
+    if name == "dapo" and settings.get("clip_ratio_c") == 1.2:
+        assert expected.metrics["actor/pg_clipfrac_lower"] > 0
 
 
 def test_clip_cov_drops_as_many_tokens_as_verl() -> None:
@@ -217,22 +216,18 @@ def test_spo_leaves_out_what_the_old_policy_was_sure_of() -> None:
 # ---- what differs on purpose ----
 
 
-def test_masked_tokens_may_hold_anything() -> None:
-    """verl multiplies by the mask, so that a masked NaN reaches the loss or the gradient."""
+def test_masked_tokens_may_hold_anything_and_no_token_gives_zero() -> None:
+    """verl multiplies by the mask, so that a masked NaN reaches the loss, and divides by the local count, 0."""
     clean, config = random_batch(10), actor_config()
     dirty = clean._replace(log_prob=torch.where(clean.response_mask, clean.log_prob, float("nan")))
     assert run("vanilla", dirty, "seq-mean-token-mean", config).loss.isnan()
     expected = run("vanilla", clean, "seq-mean-token-mean", config)
     assert_same(run("dapo_kernels/dapo", dirty, "seq-mean-token-mean", config), expected)
-
-
-def test_no_live_token_gives_zero() -> None:
-    """verl divides by the local count, 0."""
-    batch = random_batch(11)
-    batch = batch._replace(response_mask=torch.zeros_like(batch.response_mask))
-    assert run("vanilla", batch, "token-mean", actor_config()).loss.isnan()
+    empty = clean._replace(response_mask=torch.zeros_like(clean.response_mask))
+    assert run("vanilla", empty, "token-mean", config).loss.isnan()
+    zero = {"dp_size": 2, "batch_num_tokens": 0, "global_batch_size": 0}
     for name in OBJECTIVES.keys() - {"top_entropy"}:
-        got = run(ours.PREFIX + name, batch, "token-mean", actor_config())
+        got = run(ours.PREFIX + name, empty, "token-mean", actor_config(zero if name == "dapo" else {}))
         assert got.loss == 0
         assert not got.gradient.any()
         assert not any(got.metrics.values())
@@ -245,8 +240,7 @@ def test_the_log_ratio_is_not_clamped() -> None:
     expected, got = (run(name, far, "token-mean", actor_config()) for name in ("vanilla", "dapo_kernels/dapo"))
     assert expected.gradient.item() == 0
     assert got.gradient.item() == pytest.approx(-torch.tensor(-25.0).exp().item())
-    assert expected.metrics["actor/ppo_kl"] == 20
-    assert got.metrics["actor/ppo_kl"] == 25
+    assert (expected.metrics["actor/ppo_kl"], got.metrics["actor/ppo_kl"]) == (20, 25)
     far = Batch(torch.full((1, 1), -12.0), torch.zeros(1, 1), -torch.ones(1, 1), mask)
     expected, got = (run(name, far, "token-mean", actor_config()) for name in ("gspo", "dapo_kernels/gspo"))
     assert expected.loss.item() == pytest.approx(torch.tensor(10.0).exp().item())
@@ -255,42 +249,29 @@ def test_the_log_ratio_is_not_clamped() -> None:
 
 def test_gspo_differentiates_the_sequence_ratio() -> None:
     """verl's "gspo" is GSPO-token, which has another gradient where advantages differ within a sequence."""
-    batch, config = random_batch(12, per_token=True), actor_config()
+    batch = random_batch(12, per_token=True)
     batch = batch._replace(log_prob=batch.old_log_prob + 0.01 * (batch.log_prob - batch.old_log_prob))
-    theirs, tokens, sequence = (
-        run(name, batch, "seq-mean-token-mean", config)
-        for name in ("gspo", "dapo_kernels/gspo_token", "dapo_kernels/gspo")
-    )
+    names = ("gspo", "dapo_kernels/gspo_token", "dapo_kernels/gspo")
+    theirs, tokens, sequence = (run(name, batch, "seq-mean-token-mean", actor_config()) for name in names)
     assert_same(tokens, theirs)
     torch.testing.assert_close(sequence.loss, theirs.loss)
     assert not torch.allclose(sequence.gradient, theirs.gradient, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("name", NO_CLIP_WITHOUT_ADVANTAGE)
-def test_no_clip_is_counted_without_an_advantage(name: str) -> None:
-    batch = random_batch(14)
-    batch = batch._replace(advantages=torch.zeros_like(batch.advantages))
-    assert run(name, batch, "token-mean", actor_config()).metrics["actor/pg_clipfrac"] > 0
-    assert run(ours.PREFIX + name, batch, "token-mean", actor_config()).metrics["actor/pg_clipfrac"] == 0
-
-
 def test_gmpo_is_a_mean_over_responses_that_train() -> None:
     """verl's ``geo_mean`` knows no other mean, and counts a row without a token; its metric counts what is out of
-    range whether or not the sign of the advantage lets it be clipped."""
+    range whether or not the sign of the advantage lets it be clipped.
+    """
     batch, config = random_batch(15), actor_config(clip_ratio_low=0.4, clip_ratio_high=0.4)
     weights = (torch.rand(6, 1) + 0.5).expand_as(batch.log_prob)
     expected = run("geo_mean", batch, "token-mean", config, weights)
     got = run("dapo_kernels/gmpo", batch, "seq-mean-token-mean", config, weights)
-    responses = batch.response_mask.any(-1).sum().item()
-    assert responses == 5
-    torch.testing.assert_close(got.loss, expected.loss * 6 / responses)
-    torch.testing.assert_close(got.gradient, expected.gradient * 6 / responses)
+    assert batch.response_mask.any(-1).sum() == 5
+    torch.testing.assert_close(got.loss, expected.loss * 6 / 5)
+    torch.testing.assert_close(got.gradient, expected.gradient * 6 / 5)
     assert got.metrics["actor/ppo_kl"] == pytest.approx(expected.metrics["actor/ppo_kl"], rel=1e-5)
-    assert (
-        0
-        < got.metrics["actor/pg_clipfrac"]
-        < sum(expected.metrics[key] for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"))
-    )
+    out_of_range = sum(expected.metrics[key] for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"))
+    assert 0 < got.metrics["actor/pg_clipfrac"] < out_of_range
 
 
 def test_dro_weighs_the_policy_term_alone() -> None:
@@ -304,46 +285,53 @@ def test_dro_weighs_the_policy_term_alone() -> None:
 # ---- refusals, warnings, registration ----
 
 
-def test_every_objective_is_registered() -> None:
-    for name in OBJECTIVES:
-        assert core_algos.get_policy_loss_fn(f"dapo_kernels/{name}").__name__ == f"{name}_policy_loss"
+@pytest.mark.parametrize(
+    ("name", "mode", "config", "word"),
+    [
+        ("top_entropy", "token-mean", actor_config(), "entropy"),
+        ("dro", "token-mean", actor_config(covariance={"dro_beta": None}), "dro_beta"),
+        ("dro", "token-mean", actor_config(covariance={"dro_beta": 0.0}), "dro_beta"),
+        ("dapo", "token-mean", actor_config({"dp_size": 2}), "dp_size=2.*batch_num_tokens"),
+        ("dapo", "seq-mean-token-sum", actor_config({"dp_size": 2}), "dp_size=2.*global_batch_size"),
+        ("dapo", "mean", actor_config(), "aggregate"),
+        ("dapo", "token-mean", None, "config"),
+    ],
+)
+def test_refused(name: str, mode: str, config: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        run(ours.PREFIX + name, random_batch(0), mode, config)
 
 
-def test_top_entropy_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="entropy"):
-        run("dapo_kernels/top_entropy", random_batch(0), "token-mean", actor_config())
-
-
-def test_dro_without_a_beta_is_refused() -> None:
-    for beta in (None, 0.0):
-        with pytest.raises(ValueError, match="dro_beta"):
-            run("dapo_kernels/dro", random_batch(0), "token-mean", actor_config(covariance={"dro_beta": beta}))
-
-
-def test_a_missing_global_count_is_refused() -> None:
-    for mode, name in [("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")]:
-        with pytest.raises(ValueError, match=f"dp_size=2.*{name}"):
-            run("dapo_kernels/dapo", random_batch(0), mode, actor_config({"dp_size": 2}))
-    with pytest.raises(ValueError, match="aggregate"):
-        run("dapo_kernels/dapo", random_batch(0), "mean", actor_config())
-    with pytest.raises(ValueError, match="config"):
-        run("dapo_kernels/dapo", random_batch(0), "token-mean", None)
-
-
-def test_a_config_that_is_not_the_papers_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    ours._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "dapo_kernels.integrations.verl"):
+def test_numbers_that_are_not_the_objectives_own_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, ours.__name__):
         run("dapo_kernels/dapo", random_batch(0), "token-mean", actor_config())
         assert not caplog.records
         for _ in range(2):
-            run("dapo_kernels/gspo", random_batch(0), "seq-mean-token-mean", actor_config(clip_ratio_low=3e-4))
+            run("dapo_kernels/gspo", random_batch(0), "seq-mean-token-mean", actor_config(clip_ratio_low=1.234e-4))
     assert len(caplog.records) == 1
-    assert "clip_high=0.28 (the objective's own: 0.0004)" in caplog.text
+    assert all(word in caplog.text for word in ("dapo_kernels/gspo", "clip_high=", "0.0004"))
 
 
-@pytest.mark.parametrize("name", ["dapo", "cispo", "reinforce"])
+def test_every_objective_is_registered() -> None:
+    for name in OBJECTIVES:
+        assert core_algos.get_policy_loss_fn(ours.PREFIX + name).__name__ == f"{name}_policy_loss"
+
+
+# ---- advantages ----
+
+
+def dapo_terms(ratio: Tensor, advantages: Tensor, log_prob: Tensor) -> Tensor:
+    clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    return -torch.where(advantages > 0, clipped, torch.maximum(clipped, 3.0 * advantages))
+
+
+def cispo_terms(ratio: Tensor, advantages: Tensor, log_prob: Tensor) -> Tensor:
+    return -ratio.detach().clamp(0.8, 1.28) * advantages * log_prob
+
+
+@pytest.mark.parametrize(("name", "terms_of"), [("dapo", dapo_terms), ("cispo", cispo_terms)])
 @pytest.mark.parametrize("by_std", [True, False])
-def test_the_mean_over_prompts(name: str, by_std: bool) -> None:
+def test_the_mean_over_prompts(name: str, terms_of: Callable[..., Tensor], by_std: bool) -> None:
     """DAPO's eq. 8 as printed: weighted advantages and seq-mean-token-sum, over the whole batch and in two parts."""
     batch = random_batch(11, rows=6)
     mask = batch.response_mask
@@ -354,30 +342,12 @@ def test_the_mean_over_prompts(name: str, by_std: bool) -> None:
     advantages, returns = estimate(token_level_rewards=rewards, response_mask=mask, index=index, config=config)
     plain, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=by_std)
     assert torch.equal(returns, plain)
-
     log_prob = batch.log_prob.clone().requires_grad_()
-    means = []
-    for prompt in ("a", "b", "c"):
-        rows = [i for i in range(6) if index[i] == prompt]
-        parts = [(i, t) for i in rows for t in range(mask.shape[1]) if mask[i, t]]
-        terms = []
-        for i, t in parts:
-            a, r = plain[i, t], torch.exp(log_prob[i, t] - batch.old_log_prob[i, t])
-            if name == "dapo":
-                terms.append(
-                    -torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
-                    if a > 0
-                    else -torch.maximum(torch.minimum(r * a, r.clamp(0.8, 1.28) * a), 3.0 * a)
-                )
-            elif name == "cispo":
-                terms.append(-r.detach().clamp(0.8, 1.28) * a * log_prob[i, t])
-            else:
-                terms.append(-a * log_prob[i, t])
-        means.append(torch.stack(terms).sum() / len(terms))
-    expected = torch.stack(means).mean()
+    terms = terms_of((log_prob - batch.old_log_prob).exp(), plain, log_prob)
+    rows_of = [torch.from_numpy(index == prompt) for prompt in "abc"]
+    expected = torch.stack([terms[mask & rows[:, None]].mean() for rows in rows_of]).mean()
     expected.backward()
     assert log_prob.grad is not None
-
     total, gradient = 0.0, torch.zeros_like(log_prob)
     for rows in (slice(0, 2), slice(2, 6)):  # as two micro-batches, on two ranks
         part = Batch(*(x[rows] for x in batch._replace(advantages=advantages)))
@@ -388,10 +358,150 @@ def test_the_mean_over_prompts(name: str, by_std: bool) -> None:
     torch.testing.assert_close(gradient, log_prob.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_external_modules_of_the_driver() -> None:
-    """verl imports what this variable names in every process, the driver too, which estimates advantages."""
-    name = f"{ours.PREFIX}grpo_prompt_mean"
-    code = f"from verl.trainer.ppo import core_algos; core_algos.get_adv_estimator_fn({name!r})"
-    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "dapo_kernels.integrations.verl"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_runners_advantages_and_value_loss_are_verls() -> None:
+    """verl whitens by √(variance + 1e-8), the runner by the standard deviation + 1e-6."""
+    lengths = torch.tensor([1, 5, 70, 131])
+    mask = torch.arange(131) < lengths[:, None]
+    generator = torch.Generator().manual_seed(0)
+    values, old, noise = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    rewards = noise * mask
+    for gamma, lam in ((1.0, 0.95), (0.9, 0.5)):
+        theirs = core_algos.compute_gae_advantage_return(rewards, values, mask.double(), gamma, lam)
+        advantages, returns = gae(rewards[mask], values[mask], lengths, gamma, lam)
+        for got, expected in zip((whiten(advantages), returns), theirs, strict=True):
+            torch.testing.assert_close(got, expected[mask], rtol=1e-5, atol=1e-5)
+    config: Any = SimpleNamespace(gamma=1.0)
+    theirs = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask.double(), config=config)
+    returns = discounted_sums(rewards[mask], lengths, 1.0)
+    torch.testing.assert_close(whiten(returns), theirs[0][mask], rtol=1e-5, atol=1e-5)
+    loss, clipped = core_algos.compute_value_loss(values, noise, old, mask.double(), 0.2)
+    found = value_loss(values[mask], old[mask], noise[mask], torch.ones(int(mask.sum()), dtype=torch.bool), 0.2)
+    torch.testing.assert_close(found.loss / mask.sum(), loss)
+    assert float(found.clipped / mask.sum()) == pytest.approx(float(clipped))
+
+
+# ---- verl's fused forward and its actor loss ----
+
+
+def statistics(layer: torch.nn.Module, dtype: torch.dtype, temperature: float) -> tuple[Tensor, ...]:
+    """Log-probs, entropy, and the gradients of hidden and weight of a mixture of both."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, 24, generator=generator).bfloat16() for shape in ((1, 37), (101,)))
+    hidden, weight = hidden.to(dtype).requires_grad_(), (weight / 3).to(dtype).requires_grad_()
+    targets = torch.randint(0, 101, (1, 37), generator=generator)
+    logprobs, entropy = layer(hidden_states=hidden, vocab_weights=weight, input_ids=targets, temperature=temperature)
+    wave = torch.linspace(-1, 1, targets.numel()).view(targets.shape)
+    ((wave * logprobs).sum() + 0.3 * (wave.flip(-1) * entropy).sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize(("temperature", "chunk_size"), [(1.0, None), (0.6, 10)])
+def test_the_fused_linear_layer(temperature: float, chunk_size: int | None) -> None:
+    """Verl's in float32, and in bfloat16 no further from that than verl's own."""
+    theirs, mine = torch_functional.FusedLinearForPPO(), ours.FusedLinear(chunk_size)
+    exact = statistics(theirs, torch.float32, temperature)
+    for got, expected in zip(statistics(mine, torch.float32, temperature), exact, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    rounded = [statistics(layer, torch.bfloat16, temperature) for layer in (mine, theirs)]
+    assert rounded[0][0].dtype == rounded[0][1].dtype == torch.float32
+    for got, verls, expected in zip(*rounded, exact, strict=True):
+        assert (got - expected).abs().mean() <= 1.1 * (verls - expected).abs().mean()
+        assert (got - expected).abs().max() <= 1.5 * (verls - expected).abs().max()
+    with pytest.raises(ValueError, match="impl_backend"):
+        ours.FusedLinear(impl_backend="liger")
+
+
+def test_install_serves_verls_fused_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    theirs = torch_functional.FusedLinearForPPO
+    assert theirs is not ours.FusedLinear  # importing the integration patched nothing
+    monkeypatch.setattr(torch_functional, "FusedLinearForPPO", theirs)  # restored afterwards
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    # verl replaces the class's forward
+    model = type("Llama", (LlamaForCausalLM,), {})(LlamaConfig(vocab_size=61, **sizes))
+    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    input_ids = torch.randint(0, 61, (1, 20))
+
+    def fused_forward() -> tuple[Tensor, ...]:
+        model.zero_grad()
+        output = model(input_ids=input_ids, temperature=0.8, return_dict=True)
+        (output.log_probs.sum() + 0.1 * output.entropy.sum()).backward()
+        return output.log_probs.detach(), output.entropy.detach(), model.lm_head.weight.grad.clone()
+
+    expected = fused_forward()
+    ours.install_fused_linear()
+    assert torch_functional.FusedLinearForPPO is ours.FusedLinear
+    torch.testing.assert_close(fused_forward(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+def test_verls_actor_loss(dp_size: int) -> None:
+    """Policy loss, entropy bonus and KL of a padded batch; verl subtracts its entropy bonus in place."""
+    batch = random_batch(0)
+    mask, ones = batch.response_mask, torch.ones(6, 2, dtype=torch.long)
+    found = []
+    for name in ("vanilla", "dapo_kernels/dapo"):
+        columns = {"prompts": ones, "responses": torch.ones_like(mask, dtype=torch.long), "response_mask": mask}
+        columns |= {"attention_mask": torch.cat([ones, mask.long()], 1), "old_log_probs": batch.old_log_prob}
+        columns |= {"advantages": batch.advantages, "ref_log_prob": batch.old_log_prob - 0.1}
+        data = TensorDict(columns | {"rollout_is_weights": batch.log_prob.exp()}, batch_size=6)
+        for key, value in {"dp_size": dp_size, "batch_num_tokens": 40, "global_batch_size": 9}.items():
+            tensordict_utils.assign_non_tensor_data(data, key, value)
+        loss_mode = {"loss_mode": name}
+        config = actor_config(covariance=loss_mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+        log_probs = -torch.linspace(0.1, 3.0, int(mask.sum()) + 12)
+        log_probs.requires_grad_()
+        loss, metrics = ppo_loss(config, {"log_probs": log_probs, "entropy": log_probs.detach().square()}, data)
+        loss.backward()
+        numbers = {key: getattr(value, "values", [value])[0] for key, value in metrics.items()}
+        found.append((loss.detach(), log_probs.grad, numbers))
+    expected, got = found
+    torch.testing.assert_close(got[:2], expected[:2])
+    assert got[2] == pytest.approx(expected[2], rel=1e-5)
+
+
+# ---- docs/verl.md, on verl's own dynamic sampling and its treatment of overlong responses ----
+
+
+def page_settings() -> list[str]:
+    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"<!-- dapo -->\n```\n(.+?)```", page, re.DOTALL)
+    return snippet.split()
+
+
+def test_the_settings_of_the_page_exist_in_verl() -> None:
+    """Those with a plus are new keys, as Hydra wants it. And what reads the filter is as the page says."""
+    folder = Path(core_algos.__file__).parents[1]
+    config = OmegaConf.load(folder / "config" / "_generated_ppo_trainer.yaml")
+    missing = object()
+    for setting in page_settings():
+        key = setting.split("=")[0]
+        found = OmegaConf.select(config, key.lstrip("+"), default=missing)
+        assert (found is missing) == key.startswith("+"), key
+    assert config.trainer.use_v1
+    assert config.trainer.v1.trainer_mode == "sync"
+    assert config.algorithm.filter_groups.max_num_gen_batches == 0
+    buffer = (folder / "ppo" / "v1" / "replay_buffer.py").read_text()
+    assert "max_inflight_gen_batches" in buffer
+    assert "max_num_gen_batches" not in buffer
+    assert "discarded_surplus_samples" in buffer.split("class ReplayBufferAsync")[0]
+
+
+@pytest.mark.parametrize("n_tokens", [16384, 16385, 18432, 24576])
+def test_the_punishment_is_eq_13_up_to_its_length(n_tokens: int) -> None:
+    """And the metric ``acc`` is the score without it."""
+    from verl import DataProto
+
+    config = OmegaConf.from_dotlist([setting.lstrip("+") for setting in page_settings()])
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "answer")
+    manager = reward_manager.DAPORewardManager(config, tokenizer, lambda **_: 0.5)
+    columns = {"data_source": ["x"], "reward_model": [{"ground_truth": "1"}], "extra_info": [{}]}
+    tensors = {"responses": torch.zeros(1, n_tokens).long(), "attention_mask": torch.ones(1, 4 + n_tokens).long()}
+    response = DataProto.from_dict(tensors, columns)
+    found = manager.loop.run_until_complete(manager.run_single(response))
+    assert float(found["reward_score"]) == pytest.approx(0.5 + min(0.0, (20480 - 4096 - n_tokens) / 4096))
+    assert found["reward_extra_info"][config.algorithm.filter_groups.metric] == 0.5

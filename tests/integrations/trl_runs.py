@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -79,20 +78,16 @@ class Rollouts:
         return ids if len(ids) == WIDTH and self.random.random() < 0.5 else [*ids[:-1], tokenizer.eos_token_id]
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     trainer: Any
     log: list[dict[str, Any]]
     weights: dict[str, Tensor]
-    start: dict[str, Tensor] = field(repr=False)
+    start: dict[str, Tensor]
 
 
-def train(trainer_class: type, model: str | Any, folder: Path, rollouts: Any, **options: Any) -> Run:
-    """A few updates. ``options``: fields of ``GRPOConfig``, ``trainer_options`` for the trainer, a checkpoint to
-    ``resume``, and ``prepare``, called with the trainer.
-    """
+def make_trainer(trainer_class: type, model: str | Any, folder: Path, rollouts: Any, **options: Any) -> Any:
+    """``options``: fields of ``GRPOConfig``, and ``trainer_options`` for the trainer."""
     trainer_options = options.pop("trainer_options", {})
-    prepare, resume = options.pop("prepare", None), options.pop("resume", None)
     settings = {
         "bf16": False,
         "gradient_checkpointing": False,
@@ -108,17 +103,29 @@ def train(trainer_class: type, model: str | Any, folder: Path, rollouts: Any, **
         "use_cpu": True,
         "seed": 3,
     }
-    args = GRPOConfig(output_dir=str(folder), **(settings | options))
     given = {
         "model": str(model) if isinstance(model, Path) else model,
         "reward_funcs": reward,
-        "args": args,
+        "args": GRPOConfig(output_dir=str(folder), **(settings | options)),
         "train_dataset": Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in (3, 14, 25) for b in (7, 68, 9)]}),
         "eval_dataset": Dataset.from_dict({"prompt": ["1+2=", "33+4="]}),
         "processing_class": make_tokenizer(),
         "rollout_func": rollouts,
     }
-    trainer = trainer_class(**(given | trainer_options))
+    return trainer_class(**(given | trainer_options))
+
+
+def train(
+    trainer_class: type,
+    model: str | Any,
+    folder: Path,
+    rollouts: Any,
+    prepare: Any = None,
+    resume: str | bool | None = None,
+    **options: Any,
+) -> Run:
+    """Train for a few updates, from a checkpoint to ``resume``; ``prepare`` is called with the trainer."""
+    trainer = make_trainer(trainer_class, model, folder, rollouts, **options)
     if prepare is not None:
         prepare(trainer)
     start = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

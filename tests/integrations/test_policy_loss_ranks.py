@@ -1,0 +1,158 @@
+"""PolicyLoss on two ranks, in everybody's loops and with a head that they share: the gradient of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[runner]'")
+
+import torch
+import torch.distributed as dist
+from policy_batches import Capped, gradients, network, packed, padded, relative_error
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from dapo_kernels import reduce_metrics, summarize
+from dapo_kernels.integrations.torch import PolicyLoss
+
+RANKS = 2
+# Each rank's micro-batches, as sequences; the second rank has one fewer and fills up with one that trains nothing.
+MICRO_BATCHES = (((0,), (1, 2, 3)), ((4, 5), ()))
+ROWS = (0, 40, 61)  # of the head, a different number on each rank
+
+pytestmark = pytest.mark.ranks
+
+
+def micro_batches(rank: int, objective: str) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """Return a rank's own, and what the mean of all ranks' divides by."""
+    mine = [packed(which) for which in MICRO_BATCHES[rank]]
+    sequences = sum(map(len, MICRO_BATCHES[rank]))
+    count = sequences if objective == "gspo" else sum(int(batch["mask"].sum()) for batch in mine)
+    total = torch.tensor(float(count))
+    dist.all_reduce(total)
+    return mine, total
+
+
+def ddp(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    policy = DistributedDataParallel(PolicyLoss(network(), objective=objective))
+    mine, total = micro_batches(rank, objective)
+    metrics = []
+    for batch in mine:
+        with contextlib.nullcontext() if batch is mine[-1] else policy.no_sync():
+            out = policy(**batch, denominator=total / RANKS)
+            out.loss.backward()
+        metrics.append(out.metrics)
+    return policy.module.model, metrics
+
+
+def fsdp2(rank: int, objective: str, head_apart: bool = False) -> tuple[Any, list[Any]]:
+    model = network()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if head_apart:
+        fully_shard(model.lm_head)
+    policy: Any = fully_shard(PolicyLoss(model, objective=objective), reshard_after_forward=True)
+    mine, total = micro_batches(rank, objective)
+    with torch.no_grad():
+        policy(**{k: x for k, x in mine[0].items() if k not in ("old_logprobs", "advantages")}, mode="logprobs")
+    assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())  # a step would be seen
+    metrics = []
+    for batch in mine:
+        policy.set_requires_gradient_sync(batch is mine[-1])
+        out = policy(**batch, denominator=total / RANKS)
+        out.loss.backward()
+        metrics.append(out.metrics)
+    return model, metrics
+
+
+def fsdp2_head_apart(rank: int, objective: str) -> tuple[Any, list[Any]]:
+    return fsdp2(rank, objective, head_apart=True)
+
+
+LOOPS = (ddp, fsdp2, fsdp2_head_apart)
+OBJECTIVES = ("dapo", "gspo")
+
+
+def train_on_a_rank(rank: int, folder: Path) -> None:
+    for loop in LOOPS:
+        for objective in OBJECTIVES:
+            model, metrics = loop(rank, objective)
+            saved = {"gradient": gradients(model), "metrics": [dict(x) for x in metrics]}
+            torch.save(saved | {"reduced": reduce_metrics(metrics)}, folder / f"{loop.__name__}-{objective}-{rank}.pt")
+
+
+def test_ddp_and_fsdp2_give_the_gradient_of_one_process(tmp_path: Path) -> None:
+    """And its metrics. accelerate and Fabric: tests/test_guide.py."""
+    on_ranks(RANKS, train_on_a_rank, tmp_path)
+    for objective in OBJECTIVES:
+        policy = PolicyLoss(network(), objective=objective)
+        out = policy(**packed())
+        out.loss.backward()
+        expected = gradients(policy.model)
+        for loop in LOOPS:
+            ranks = [torch.load(tmp_path / f"{loop.__name__}-{objective}-{rank}.pt") for rank in range(RANKS)]
+            assert max(relative_error(rank["gradient"], expected) for rank in ranks) < 1e-5, (loop, objective)
+            assert ranks[0]["reduced"] == ranks[1]["reduced"] == summarize(ranks[0]["metrics"] + ranks[1]["metrics"])
+            assert ranks[0]["reduced"] == pytest.approx(summarize(out.metrics), rel=1e-5, abs=1e-6)
+
+
+def test_inputs_that_fabric_has_rounded_are_refused() -> None:
+    lightning_fabric = pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed")
+    rounding = lightning_fabric.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    with pytest.raises(TypeError, match=r"old_logprobs.*bfloat16"):
+        rounding.setup(PolicyLoss(network()))(**packed())
+    batch, policy = packed(), PolicyLoss(network())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = policy(**batch)
+    assert not torch.equal(out.logprobs, policy(**batch).logprobs)
+    distance = (batch["old_logprobs"] - out.logprobs)[batch["mask"]].sum()
+    assert float(out.metrics["approx_kl"]) == pytest.approx(float(distance), rel=1e-5)  # of the old log-probs unrounded
+
+
+def with_dtensor_head(model: Any, mesh: DeviceMesh, **style: Any) -> Any:
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(**style)})
+    return model
+
+
+def with_own_rows(model: Any, rank: int) -> Any:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data[ROWS[rank] : ROWS[rank + 1]].clone())
+    return model
+
+
+def check_shared_head(policy: PolicyLoss, batch: dict[str, Tensor], rows: slice) -> None:
+    whole = PolicyLoss(network())
+    expected, out = whole(**batch), policy(**batch)
+    torch.testing.assert_close(out.loss, expected.loss, atol=1e-6, rtol=0)
+    expected.loss.backward()
+    out.loss.backward()
+    expected_gradients = gradients(whole.model)
+    expected_gradients["lm_head.weight"] = expected_gradients["lm_head.weight"][rows]
+    torch.testing.assert_close(gradients(policy.model), expected_gradients, atol=1e-5, rtol=0)
+
+
+def share_head_on_a_rank(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for style in ({}, {"output_layouts": Replicate()}, {"use_local_output": False}):
+        for options in ({}, {"group": mesh.get_group()}):
+            policy = PolicyLoss(with_dtensor_head(network(), mesh, **style), **options)
+            check_shared_head(policy, packed(), slice(None))
+            assert policy.model.lm_head.weight.placements == (Shard(0),)
+    policy = PolicyLoss(with_own_rows(network(), rank), group=dist.group.WORLD)
+    check_shared_head(policy, padded(), slice(*ROWS[rank : rank + 2]))
+    capped = Capped(network().config)
+    for model in (with_dtensor_head(capped, mesh), with_own_rows(Capped(network().config), rank)):
+        with pytest.raises(ValueError, match="Capped"):
+            PolicyLoss(model, group=mesh.get_group())(**padded())
+
+
+def test_a_head_that_ranks_share() -> None:
+    on_ranks(RANKS, share_head_on_a_rank)
