@@ -1,4 +1,4 @@
-"""The examples in docstrings: every public function and class has one, and it runs as it stands."""
+"""The examples in docstrings, of every public function and class, and in examples/: they run as they stand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import doctest
 import inspect
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import dapo_kernels
 import dapo_runner
 from dapo_kernels.integrations.torch import PolicyLoss
 
+ROOT = Path(__file__).parent.parent
 PUBLIC = [
     public
     for package in (dapo_kernels, dapo_runner)
@@ -25,20 +27,10 @@ PUBLIC = [
 
 @pytest.mark.parametrize("public", [*PUBLIC, PolicyLoss], ids=lambda public: public.__name__)
 def test_the_example_runs(public: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent)  # examples name files of the repository
+    monkeypatch.chdir(ROOT)  # examples name files of the repository
     (found,) = doctest.DocTestFinder(recurse=False).find(public, public.__name__, globs={})
     assert found.examples
     assert doctest.DocTestRunner().run(found).failed == 0
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in dapo_kernels.__all__ if inspect.isroutine(getattr(dapo_kernels, name))]
-)
-def test_a_public_function_has_every_section(name: str) -> None:
-    function = getattr(dapo_kernels, name)
-    sections = ["Args"] + ["Returns"] * (function is not dapo_kernels.use_backend) + ["Example"]
-    found = re.findall(r"^(Args|Returns|Example):$", inspect.getdoc(function) or "", re.MULTILINE)
-    assert found == sections
 
 
 @pytest.mark.parametrize("name", ["trl", "verl"])
@@ -49,16 +41,30 @@ def test_the_examples_of_an_integration_run(name: str) -> None:
     assert result.failed == 0
 
 
-def test_a_section_of_a_docstring_has_an_empty_line_above_it() -> None:
-    """Without one, the API page shows the section as text."""
+def test_sections_of_docstrings() -> None:
+    """Public functions have all of them, each with an empty line above it: the API page shows it as text without."""
+    for name in dapo_kernels.__all__:
+        function = getattr(dapo_kernels, name)
+        if inspect.isroutine(function):
+            sections = ["Args"] + ["Returns"] * (function is not dapo_kernels.use_backend) + ["Example"]
+            assert re.findall(r"^(Args|Returns|Example):$", inspect.getdoc(function) or "", re.MULTILINE) == sections
     run_on = []
-    for package in (dapo_kernels, dapo_runner):
-        for path in Path(package.__file__).parent.rglob("*.py"):
-            nodes = [
-                node
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
-            ]
-            found = {getattr(node, "name", path.name): ast.get_docstring(node) or "" for node in nodes}
-            run_on += [name for name, text in found.items() if re.search(r"\S\n(Args|Returns|Raises|Example):\n", text)]
+    for path in (path for package in ("dapo_kernels", "dapo_runner") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_documented = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
+            text = (ast.get_docstring(node) or "") if is_documented else ""
+            run_on += [text] if re.search(r"\S\n(Args|Returns|Raises|Example):\n", text) else []
     assert run_on == []
+
+
+def test_the_plain_loop_learns_with_three_packages() -> None:
+    """From guessing (0.09) to twice that within 12 steps; 150 get to 0.86 and above (seeds 0 to 3)."""
+    path = ROOT / "examples" / "plain_loop.py"
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    packages = {name.split(".")[0] for name in names} - {"__future__"}
+    assert packages == {"torch", "transformers", "dapo_kernels"}
+    rewards = runpy.run_path(str(path))["train"](steps=12)
+    assert rewards[0] < 0.15
+    assert rewards[-1] > 1.5 * rewards[0]

@@ -25,43 +25,38 @@ SPLIT: Any = runpy.run_path(str(ROOT / ".ci" / "gpu_bundle.py"))["split"]
 Outcome = bool | Exception
 
 
-class Stages:
-    """Three stages whose outcomes a test gives: finished, unfinished, or an exception."""
+def stage(left: list[Outcome]) -> gpu.Stage:
+    """Return a stage with these outcomes: finished, unfinished, or an exception."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def call(results: Path, seconds: float) -> bool:
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    def run(self, *outcomes: list[Outcome], only: list[int] | None = None) -> list[str]:
-        """Return the states after a call in which each stage has these outcomes."""
-        names = ("one", "two", "three")
+    return call
 
-        def stage(left: list[Outcome]) -> gpu.Stage:
-            def call(results: Path, seconds: float) -> bool:
-                outcome = left.pop(0)
-                if isinstance(outcome, Exception):
-                    raise outcome
-                return outcome
 
-            return call
-
-        stages = {name: stage(left) for name, left in zip(names, outcomes, strict=True)}
-        found = [state["status"] for state in gpu.run_stages(self.folder, 100, only, stages).values()]
-        assert not any(outcomes)  # all of them were called
-        return found
+def states(folder: Path, *outcomes: list[Outcome], only: list[int] | None = None) -> list[str]:
+    """Return the states of three stages after a call in which each has these outcomes."""
+    stages = {name: stage(left) for name, left in zip(("one", "two", "three"), outcomes, strict=True)}
+    found = [state["status"] for state in gpu.run_stages(folder, 100, only, stages).values()]
+    assert not any(outcomes)  # all of them were called
+    return found
 
 
 def test_a_call_resumes_what_is_not_finished(tmp_path: Path) -> None:
-    error, absent, stages = RuntimeError("no kernel image"), gpu.LeftOutError("no tool"), Stages(tmp_path)
-    assert stages.run([True], [error], [False]) == ["finished", "failed", "unfinished"]
+    error, absent = RuntimeError("no kernel image"), gpu.LeftOutError("no tool")
+    assert states(tmp_path, [True], [error], [False]) == ["finished", "failed", "unfinished"]
     path = tmp_path / "gpu-state.json"
     saved = json.loads(path.read_text())
     assert "no kernel image" in saved["stages"]["two"]["reason"]
-    assert stages.run([], [error], [absent]) == ["finished", "failed", "left out"]
-    assert stages.run([], [], [absent]) == ["finished", "failed", "left out"]  # failed twice: not tried again
-    assert stages.run([], [], [True]) == ["finished", "failed", "finished"]  # what was left out is
-    assert stages.run([False], [True], [], only=[2, 1]) == ["unfinished", "finished", "finished"]
+    assert states(tmp_path, [], [error], [absent]) == ["finished", "failed", "left out"]
+    assert states(tmp_path, [], [], [absent]) == ["finished", "failed", "left out"]  # failed twice: not tried again
+    assert states(tmp_path, [], [], [True]) == ["finished", "failed", "finished"]  # what was left out is
+    assert states(tmp_path, [False], [True], [], only=[2, 1]) == ["unfinished", "finished", "finished"]
     path.write_text(json.dumps(saved | {"sources": "others"}))
-    assert stages.run([True], [True], [True]) == ["finished"] * 3  # other sources start anew
+    assert states(tmp_path, [True], [True], [True]) == ["finished"] * 3  # other sources start anew
 
 
 @pytest.mark.parametrize(

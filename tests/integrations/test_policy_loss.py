@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 import transformers
+from hypothesis import given, strategies
 from policy_batches import (
     LENGTHS,
     VOCAB,
@@ -26,7 +29,7 @@ from policy_batches import (
 from torch import Tensor
 
 from dapo_kernels import SamplingMask, linear_dapo_loss, summarize
-from dapo_kernels.integrations.heads import head_of
+from dapo_kernels.integrations.heads import LogitRule, head_of
 from dapo_kernels.integrations.torch import PolicyLoss
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -65,6 +68,25 @@ def test_the_loss_and_gradient_of_the_models_own_logits(kind: str) -> None:
         out.loss.backward()
         assert relative_error(gradients(policy.model), expected_gradient) < 1e-5
     torch.testing.assert_close(logprobs_of(policy, packed())[packed()["mask"]], expected[live], atol=1e-5, rtol=1e-5)
+
+
+sizes_of_numbers = strategies.floats(0.01, 100.0)
+
+
+@given(cap=sizes_of_numbers, factor=sizes_of_numbers, temperature=sizes_of_numbers, divides=strategies.booleans())
+def test_a_factor_before_a_cap_is_another_cap_and_temperature(
+    cap: float, factor: float, temperature: float, divides: bool
+) -> None:
+    config = SimpleNamespace(final_logit_softcapping=cap, model_type="any")
+    setattr(config, *(("logits_scaling", 1 / factor) if divides else ("logit_scale", factor)))
+    config.get_text_config = lambda: config
+    rule, x = LogitRule.of(config, temperature), 3.0
+    assert rule.softcap is not None
+    expected = cap * math.tanh(factor * x / cap) / temperature
+    assert rule.softcap * math.tanh(x / rule.softcap) / rule.temperature == pytest.approx(expected, rel=1e-9)
+    config.logit_scale = -factor
+    with pytest.raises(ValueError, match="any"):
+        LogitRule.of(config, temperature)
 
 
 def test_options_of_a_call_come_before_those_of_the_module() -> None:

@@ -1,4 +1,4 @@
-"""verl's losses, advantages and fused linear layer against this package's, and what docs/verl.md says of verl.
+"""verl's losses, advantages and fused linear layer against this package's.
 
 Needs verl's core_algos, which imports on a CPU with the packages of ``requirements-verl.txt`` beside this file.
 """
@@ -6,10 +6,7 @@ Needs verl's core_algos, which imports on a CPU with the packages of ``requireme
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +17,7 @@ from torch import Tensor
 _NEEDED = "verl's import chain: pip install --no-deps -r tests/integrations/requirements-verl.txt"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=_NEEDED, exc_type=ImportError)
 
-from omegaconf import OmegaConf  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
-from verl.experimental.reward_loop.reward_manager import dapo as reward_manager  # noqa: E402
 from verl.models.transformers.monkey_patch import patch_forward_with_backends  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
 from verl.utils.experimental import torch_functional  # noqa: E402
@@ -32,8 +27,6 @@ from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
 import dapo_kernels.integrations.verl as ours  # noqa: E402
 from dapo_kernels import OBJECTIVES  # noqa: E402
-from dapo_runner.algorithms.critic import value_loss  # noqa: E402
-from dapo_runner.algorithms.returns import discounted_sums, gae, whiten  # noqa: E402
 
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 GLOBAL = {"dp_size": 4, "batch_num_tokens": 977, "global_batch_size": 31, "loss_scale_factor": 64}
@@ -358,28 +351,6 @@ def test_the_mean_over_prompts(name: str, terms_of: Callable[..., Tensor], by_st
     torch.testing.assert_close(gradient, log_prob.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_the_runners_advantages_and_value_loss_are_verls() -> None:
-    """verl whitens by √(variance + 1e-8), the runner by the standard deviation + 1e-6."""
-    lengths = torch.tensor([1, 5, 70, 131])
-    mask = torch.arange(131) < lengths[:, None]
-    generator = torch.Generator().manual_seed(0)
-    values, old, noise = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    rewards = noise * mask
-    for gamma, lam in ((1.0, 0.95), (0.9, 0.5)):
-        theirs = core_algos.compute_gae_advantage_return(rewards, values, mask.double(), gamma, lam)
-        advantages, returns = gae(rewards[mask], values[mask], lengths, gamma, lam)
-        for got, expected in zip((whiten(advantages), returns), theirs, strict=True):
-            torch.testing.assert_close(got, expected[mask], rtol=1e-5, atol=1e-5)
-    config: Any = SimpleNamespace(gamma=1.0)
-    theirs = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask.double(), config=config)
-    returns = discounted_sums(rewards[mask], lengths, 1.0)
-    torch.testing.assert_close(whiten(returns), theirs[0][mask], rtol=1e-5, atol=1e-5)
-    loss, clipped = core_algos.compute_value_loss(values, noise, old, mask.double(), 0.2)
-    found = value_loss(values[mask], old[mask], noise[mask], torch.ones(int(mask.sum()), dtype=torch.bool), 0.2)
-    torch.testing.assert_close(found.loss / mask.sum(), loss)
-    assert float(found.clipped / mask.sum()) == pytest.approx(float(clipped))
-
-
 # ---- verl's fused forward and its actor loss ----
 
 
@@ -462,46 +433,3 @@ def test_verls_actor_loss(dp_size: int) -> None:
     expected, got = found
     torch.testing.assert_close(got[:2], expected[:2])
     assert got[2] == pytest.approx(expected[2], rel=1e-5)
-
-
-# ---- docs/verl.md, on verl's own dynamic sampling and its treatment of overlong responses ----
-
-
-def page_settings() -> list[str]:
-    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"<!-- dapo -->\n```\n(.+?)```", page, re.DOTALL)
-    return snippet.split()
-
-
-def test_the_settings_of_the_page_exist_in_verl() -> None:
-    """Those with a plus are new keys, as Hydra wants it. And what reads the filter is as the page says."""
-    folder = Path(core_algos.__file__).parents[1]
-    config = OmegaConf.load(folder / "config" / "_generated_ppo_trainer.yaml")
-    missing = object()
-    for setting in page_settings():
-        key = setting.split("=")[0]
-        found = OmegaConf.select(config, key.lstrip("+"), default=missing)
-        assert (found is missing) == key.startswith("+"), key
-    assert config.trainer.use_v1
-    assert config.trainer.v1.trainer_mode == "sync"
-    assert config.algorithm.filter_groups.max_num_gen_batches == 0
-    buffer = (folder / "ppo" / "v1" / "replay_buffer.py").read_text()
-    assert "max_inflight_gen_batches" in buffer
-    assert "max_num_gen_batches" not in buffer
-    assert "discarded_surplus_samples" in buffer.split("class ReplayBufferAsync")[0]
-
-
-@pytest.mark.parametrize("n_tokens", [16384, 16385, 18432, 24576])
-def test_the_punishment_is_eq_13_up_to_its_length(n_tokens: int) -> None:
-    """And the metric ``acc`` is the score without it."""
-    from verl import DataProto
-
-    config = OmegaConf.from_dotlist([setting.lstrip("+") for setting in page_settings()])
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "answer")
-    manager = reward_manager.DAPORewardManager(config, tokenizer, lambda **_: 0.5)
-    columns = {"data_source": ["x"], "reward_model": [{"ground_truth": "1"}], "extra_info": [{}]}
-    tensors = {"responses": torch.zeros(1, n_tokens).long(), "attention_mask": torch.ones(1, 4 + n_tokens).long()}
-    response = DataProto.from_dict(tensors, columns)
-    found = manager.loop.run_until_complete(manager.run_single(response))
-    assert float(found["reward_score"]) == pytest.approx(0.5 + min(0.0, (20480 - 4096 - n_tokens) / 4096))
-    assert found["reward_extra_info"][config.algorithm.filter_groups.metric] == 0.5

@@ -46,6 +46,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"layer_types": _LAYERS},
     "got_ocr2": {"text_config": {"model_type": "qwen2"}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hyperclovax": {"logits_scaling": 0.25},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},
