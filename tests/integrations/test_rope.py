@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,3 +60,10 @@ def test_no_length_changes_the_logprobs_of_another_sequence(name: str) -> None:
             with pytest.raises(ValueError, match=rf"input_ids.*{limit[1]}"):
                 logprobs_of_first(policy, longest + 1, layout)
             torch.testing.assert_close(logprobs_of_first(policy, longest, layout), alone, atol=1e-5, rtol=0)
+
+
+def test_the_shortest_limit_of_all_layers_counts() -> None:
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    config = SimpleNamespace(rope_parameters={SLIDING: longrope, FULL: BY_LAYER[FULL]}, max_position_embeddings=32)
+    config.get_text_config = lambda decoder: config
+    assert fixed_frequencies(config) == (16, "longrope")
