@@ -31,13 +31,14 @@ from dapo_runner.logging.metrics import jsonable
 from dapo_runner.types import Group, Sample, Sequence
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders
-MOST_BYTES = 10**9  # size limit of a folder; beyond it the oldest files are removed
 CLIPS = {0: None, CLIPPED_LOW: "low", CLIPPED_HIGH: "high", CLIPPED_DUAL: "dual"}
 _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 
 
 class RolloutLog:
     """Write the files of a folder. Each is complete or absent."""
+
+    most_bytes = 10**9  # size limit of the folder; beyond it the oldest files are removed
 
     def __init__(
         self,
@@ -48,8 +49,7 @@ class RolloutLog:
         tokenizer: Any = None,
     ) -> None:
         """Remove the files of steps after ``keep_through``. Without a tokenizer no per-token values are saved."""
-        self.folder, self.config, self.note, self.tokenizer = folder, config, note, tokenizer
-        self.is_full = False
+        self.folder, self.config, self.note, self.tokenizer, self.is_full = folder, config, note, tokenizer, False
         for step, path in saved_steps(folder).items():
             if step > keep_through:
                 path.unlink()
@@ -97,7 +97,7 @@ class RolloutLog:
     def _make_room(self) -> None:
         sizes = {path: path.stat().st_size for path in saved_steps(self.folder).values()}
         for oldest in list(sizes)[:-1]:
-            if sum(sizes.values()) <= MOST_BYTES:
+            if sum(sizes.values()) <= self.most_bytes:
                 return
             if not self.is_full:
                 self.note(f"{self.folder} has reached 1 GB. Its oldest steps are removed from now on.")

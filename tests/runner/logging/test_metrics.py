@@ -1,18 +1,43 @@
-"""The metrics file after a kill, and the figures that go into it."""
+"""Metrics: the file after a kill, the figures of a step, their glossary, and what the console and the picture show."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
 from builders import make_group, make_prompt, make_sample
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
 
+import dapo_runner
+from dapo_kernels import metrics as loss_metrics
+from dapo_runner.config import TinyModelConfig
 from dapo_runner.errors import ConfigError
-from dapo_runner.logging.metrics import MetricsLog, batch_metrics, prefixed, read_log, sampling_metrics
+from dapo_runner.logging.curves import collect, time_events
+from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, title_and_unit
+from dapo_runner.logging.metrics import (
+    METRICS_FILE,
+    TIMINGS_FILE,
+    MetricsLog,
+    batch_metrics,
+    prefixed,
+    read_log,
+    sampling_metrics,
+)
+from dapo_runner.logging.progress import make_progress
+from dapo_runner.logging.reflection import count_reflections, reflection_metrics
+from dapo_runner.logging.report import REPORT_FILE, draw, write_report
+from dapo_runner.logging.speed import peak_flops, speed_figures, speed_line, training_flops
 from dapo_runner.rollout.group_buffer import SamplingStats
+from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group
+from docs.glossary import AREAS, is_documented, panel_of, rows
+
+# The file
 
 
 def write_steps(log: MetricsLog, steps: range) -> None:
@@ -22,42 +47,29 @@ def write_steps(log: MetricsLog, steps: range) -> None:
             log.write(step, "eval", {"eval/avg@4": step / 10})
 
 
-def test_killed_and_resumed_file_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kept", "again"), [(3, range(4, 8)), (-1, range(8)), (99, range(6, 8))])
+def test_a_killed_and_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, kept: int, again: range) -> None:
     straight, resumed = tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl"
     write_steps(MetricsLog(straight), range(8))
     write_steps(MetricsLog(resumed), range(6))
     with resumed.open("ab") as file:
         file.write(b'{"step": 6, "ki')  # the kill came in the middle of a line
-    write_steps(MetricsLog(resumed, keep_through=3), range(4, 8))
+    write_steps(MetricsLog(resumed, keep_through=kept), again)
     assert resumed.read_bytes() == straight.read_bytes()
 
 
-def test_resume_after_the_last_line_or_before_the_first(tmp_path: Path) -> None:
+def test_lines_are_strict_json_and_an_older_versions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_steps(MetricsLog(path), range(3))
-    content = path.read_bytes()
-    with path.open("ab") as file:
-        file.write(b'{"step": 3, "ki')
-    MetricsLog(path, keep_through=99)
-    assert path.read_bytes() == content
-    MetricsLog(path, keep_through=-1)
-    assert path.read_bytes() == b""
-
-
-def test_a_log_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).write(1, "train", {"loss": math.nan, "norm": math.inf, "n": 3})
+    assert json.loads(path.read_text()) == {"step": 1, "kind": "train", "loss": None, "norm": None, "n": 3}
+    path.write_text(path.read_text() + '{"torn')
+    assert len(read_log(path)) == 1
     path.write_text('{"step": 1, "kind": "step", "sampling/all_right": 0.5}\n')
     with pytest.raises(ConfigError, match="sampling/all_right"):
         read_log(path)
 
 
-def test_lines_are_on_disk_at_once_and_strict_json(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    MetricsLog(path).write(1, "train", {"loss": math.nan, "norm": math.inf, "n": 3})
-    assert json.loads(path.read_text()) == {"step": 1, "kind": "train", "loss": None, "norm": None, "n": 3}
-    with path.open("ab") as file:
-        file.write(b'{"torn')
-    assert len(read_log(path)) == 1
+# The figures
 
 
 def test_batch_metrics_by_hand() -> None:
@@ -66,7 +78,6 @@ def test_batch_metrics_by_hand() -> None:
         make_sample(False, length=4, truncated=True, penalty=-1.0, trains=False),
     )
     values = batch_metrics([Group(make_prompt(), samples, step=3)], step=5)
-    probabilities = [math.exp(-i / 8) for i in (1, 2, 1, 2, 3, 4)]
     expected = {
         "groups": 1,
         "age": 2,
@@ -76,11 +87,9 @@ def test_batch_metrics_by_hand() -> None:
         "length_penalty": -0.5,
         "length": 3,
         "length_max": 4,
-    }
-    expected |= {
         "truncated": 0.5,
         "masked": 0.5,
-        "generation_prob": sum(probabilities) / 6,
+        "generation_prob": sum(math.exp(-i / 8) for i in (1, 2, 1, 2, 3, 4)) / 6,
         "rule_answer-line": 1,
     }
     reflection = {"reflection/responses": 0.0, "reflection/en": 0.0, "reflection/zh": 0.0}
@@ -91,18 +100,200 @@ def test_batch_metrics_by_hand() -> None:
 def test_sampling_metrics_by_hand() -> None:
     stats = SamplingStats(rounds=2, carried_in=1, carried_out=3, too_old=5)
     stats.count([make_group("RW"), make_group("RR"), make_group("TT"), make_group("WW")])
-    values = sampling_metrics(stats)
-    expected = {
-        "rounds": 2,
-        "groups": 4,
-        "carried_in": 1,
-        "carried_out": 3,
-        "too_old": 5,
-        "all_correct": 0.25,
-        "all_incorrect": 0.5,
-    }
-    expected |= {"mixed": 0.25, "accuracy": 3 / 8, "reward": -0.25, "length": 4, "truncated": 0.25}
-    assert values == pytest.approx(prefixed("sampling", expected))
-    empty = sampling_metrics(SamplingStats(carried_in=4))
-    assert empty["sampling/carried_in"] == 4
+    counts = {"rounds": 2, "groups": 4, "carried_in": 1, "carried_out": 3, "too_old": 5}
+    shares = {"all_correct": 0.25, "all_incorrect": 0.5, "mixed": 0.25, "accuracy": 3 / 8, "truncated": 0.25}
+    expected = prefixed("sampling", {**counts, **shares, "reward": -0.25, "length": 4})
+    assert sampling_metrics(stats) == pytest.approx(expected)
+    empty = sampling_metrics(SamplingStats(carried_in=4, submitted=3), oversampled=True)
+    assert (empty["sampling/carried_in"], empty["sampling/dropped"]) == (4, 3)
     assert "sampling/mixed" not in empty
+
+
+@pytest.mark.parametrize(
+    ("text", "english", "chinese"),
+    [
+        # The two cases that the paper shows.
+        ("However, wait a moment, let's rethink about the dihedral angle in a more thoughtful way.", 2, 0),
+        ("our approach needs to be reconsidered. Instead, we can use a different approach involving", 2, 0),
+        ("WAIT, no. Wait… wait! Wait, wait, that is wrong", 5, 0),
+        ("Let me verify this. Let’s check: let us verify", 3, 0),
+        ("We re-evaluate, reevaluate and re-examine it; double-checking, double checked", 5, 0),
+        ("I made a mistake. Alternatively, try again. Hold on, going back to 3 I recheck, revisit, recompute", 8, 0),
+        ("等等，这里不对。让我们重新考虑一下", 0, 3),
+        ("我算错了，再检查一遍，然后验证一下。换一种方法", 0, 4),
+        ("回过头来重新计算", 0, 2),
+        ("She has to wait for 5 minutes at the bus stop; the waiter is waiting.", 0, 0),
+        ("However, the answer is 3. There is an error bar.", 0, 0),
+        ("Hold on to the rope. The check is 12 dollars.", 0, 0),
+        ("A train considers nothing. Visit the evaluation of the examination.", 0, 0),
+        ("苹果、橘子等等都是水果", 0, 0),
+        ("不对称的图形。答案是正确的", 0, 0),
+    ],
+)
+def test_phrases_that_look_back_are_counted(text: str, english: int, chinese: int) -> None:
+    assert count_reflections(text) == {"en": english, "zh": chinese}
+
+
+def test_reflection_is_counted_by_response() -> None:
+    texts = ["Wait, no. Let me verify.", "等一下，wait, 不对。", "4", "5"]
+    assert reflection_metrics(texts) == {"responses": 0.5, "en": 3 / 4, "zh": 2 / 4}
+
+
+def test_the_flops_of_a_step_are_those_of_its_products() -> None:
+    shape = TinyModelConfig(layers=3, hidden_size=64, heads=4, intermediate_size=128)
+    model = make_model(shape, make_tokenizer(), max_positions=256)
+    length = 128
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
+    attention = 6 * 3 * 64 * length**2  # which the counter does not know on a CPU
+    assert training_flops(model, [length]) - attention == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert training_flops(model, [length, length]) == 2 * training_flops(model, [length])
+
+
+def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes() -> None:
+    seconds = {"rollout": 6.0, "forward_backward": 4.0}
+    figures = speed_figures(flops=8e15, positions=1000, seconds=seconds, ranks=2, peak=2e15)
+    assert figures == {"ranks": 2.0, "tokens_per_second": 100.0, "mfu": 0.5}
+    assert speed_line({}) == ""
+    assert "mfu" not in speed_figures(8e15, 1000, seconds, 2, peak=None)
+    assert peak_flops(torch.device("cpu")) is None
+
+
+# The glossary. Every test that trains checks what it logs (`_only_documented_metrics` in conftest.py).
+
+
+def test_every_row_of_the_glossary_is_logged_somewhere() -> None:
+    """A name stands in quotes in the code that logs it."""
+    package = Path(dapo_runner.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.name != "metric_table.py"]
+    source = "".join(path.read_text() for path in [*files, Path(loss_metrics.__file__)])
+    names = {key: key.split("/", 1)[1].strip("*") for key, *_ in rows()}
+    names |= {key: name.removeprefix("failed_") for key, name in names.items() if key.startswith("env/failed_")}
+    found = {key for key, name in names.items() if f'"{name}' in source or f'{name}"' in source}
+    assert [key for key, name in names.items() if name.strip("/") and key not in found] == []
+    assert all(key.split("/")[0] in AREAS and unit + meaning for key, unit, meaning, _ in rows())
+
+
+def test_every_curve_has_a_row_and_every_panel_a_title_of_its_own() -> None:
+    """The page finds a chart by its title, and can show supervised runs beside others."""
+    panels = list(dict.fromkeys((*PANELS, *SUPERVISED_PANELS)))
+    keys = [curve.key for panel in panels for curve in panel.curves]
+    assert [key for key in keys if not is_documented(key) and not key.startswith("time/")] == []
+    assert not is_documented("train/unheard_of")
+    assert len({panel.title for panel in panels}) == len(panels)
+    gaps = [key for key, *_ in rows() if key.startswith(("train/rollout_", "sync/"))]
+    assert len(gaps) > 5
+    assert [key for key in gaps if not panel_of(key)] == []
+    assert title_and_unit("train/entropy") == ("Entropy", "nats per token")
+    assert title_and_unit("own/metric") == ("own/metric", "")
+    assert title_and_unit("batch/age")[1] == next(unit for key, unit, *_ in rows() if key == "batch/age")
+
+
+# The console
+
+FIGURES = {"batch/reward": -0.25, "sampling/accuracy": 0.5, "batch/length": 20.0, "train/entropy": 0.1234}
+STATS = SamplingStats(groups=8, all_correct=3, all_incorrect=3, mixed=2, varying_reward=6, samples=16)
+SECONDS = {"rollout": 6.0, "forward_backward": 3.0, "optimizer": 0.5, "sync": 0.25, "other": 0.25, "save": 0.0}
+SPEED = {"ranks": 8.0, "tokens_per_second": 12345.6, "mfu": 0.41, "memory_gib": 61.5}
+
+
+def written(mode: str, terminal: bool, figures: dict[str, float] = FIGURES) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
+    progress = make_progress(mode, console)  # type: ignore[arg-type]
+    progress.start(0, 10)
+    progress.phase("old_logprobs")
+    progress.step(1, figures, SECONDS, SPEED)
+    progress.evaluation(1, {"avg@4": 0.875, "exam/avg@4": 0.5, "exam/cons@4": 0.5, "problems": 40.0, "length": 3.0})
+    progress.close()
+    return file.getvalue()
+
+
+def test_a_step_and_an_evaluation_are_a_line_each() -> None:
+    step, evaluation = written("auto", terminal=False).splitlines()
+    labels = ("1/10", "reward -0.25", "accuracy 50%", "length 20", "entropy 0.123", "10.0 s", "rollout 60%")
+    speed = ("12,346 trained tokens/s", "MFU 41%", "61.5 GiB")  # it counts trained tokens, not generated ones
+    assert [number for number in (*labels, *speed) if number not in step] == []
+    assert "grad" not in step  # it was not logged
+    for number in ("avg@4 87.5%", "exam/avg@4 50.0%", "40"):
+        assert number in evaluation
+    assert "cons" not in evaluation
+
+
+def test_a_terminal_has_a_bar_below_the_lines() -> None:
+    out = written("auto", terminal=True)
+    assert "1/10" in out
+    assert "old logprobs" in out
+    assert written("plain", terminal=True) == written("auto", terminal=False)
+    assert "old logprobs" in written("live", terminal=False)
+    assert written("off", terminal=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("filter_on", "shown", "hidden", "heights"),
+    [("correctness", "mixed 25%", "varying", [3 / 8, 2 / 8, 3 / 8]), ("reward", "varying 75%", "mixed", [0.25, 0.75])],
+)
+def test_console_and_picture_show_the_groups_that_the_filter_accepts(
+    filter_on: str, shown: str, hidden: str, heights: list[float]
+) -> None:
+    """With `sampler.filter_on: reward` most are all correct here, and trained on."""
+    figures = sampling_metrics(STATS, filter_on)
+    step = written("plain", False, FIGURES | figures).splitlines()[0]
+    assert shown in step
+    assert hidden not in step
+    (ax,) = [ax for ax in draw(collect([{"step": 1, **figures}]), "run").axes if "groups" in ax.get_ylabel()]
+    assert [bars[0].get_height() for bars in ax.containers] == pytest.approx(heights)
+    accepted = [bars[0].get_height() for bars in ax.containers if "accepted" in bars.get_label()]
+    assert accepted == [0.25 if filter_on == "correctness" else 0.75]
+
+
+# The picture
+
+TRAIN_KEYS = [curve.key for panel in PANELS for curve in panel.curves if not curve.key.startswith("eval/")]
+
+
+def test_every_curve_is_drawn_with_its_values() -> None:
+    events = [{"step": step, "kind": "train", **{key: step + 0.5 for key in TRAIN_KEYS}} for step in range(3)]
+    events.append({"step": 2, "kind": "eval", "eval/avg@16": 0.25})
+    points = collect(events)
+    for panel, ax in zip(PANELS, draw(points, "run").axes, strict=True):
+        assert ax.get_title(loc="left") == panel.title
+        assert ax.get_xlabel()
+        assert ax.get_ylabel()
+        if panel.stacked:
+            assert len(ax.containers) == sum(curve.key in points for curve in panel.curves)
+        elif panel is PANELS[0]:
+            assert [list(line.get_ydata()) for line in ax.lines] == [[0.25]]
+            assert [text.get_text() for text in ax.get_legend().get_texts()] == ["avg@16"]
+        else:
+            expected = [curve for curve in panel.curves if not curve.key.startswith("eval/")]
+            assert [list(line.get_ydata()) for line in ax.lines] == [[0.5, 1.5, 2.5]] * len(expected)
+
+
+def test_a_stack_survives_steps_that_generated_nothing() -> None:
+    """Steps served from the carried-over surplus have no shares to show."""
+    shares = {"sampling/all_correct": 0.1, "sampling/mixed": 0.6, "sampling/all_incorrect": 0.3}
+    events = [{"step": 1, **shares}, {"step": 2, "sampling/groups": 0}, {"step": 3, **shares}]
+    (ax,) = draw(collect(events), "run").axes
+    assert [bar.get_y() + bar.get_height() for bar in ax.containers[-1]] == pytest.approx([1.0, 1.0])
+
+
+def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(tmp_path: Path) -> None:
+    """Phases are drawn together, an unknown phase is part of the rest, and nothing is lost."""
+    with pytest.raises(FileNotFoundError, match=METRICS_FILE):
+        write_report(tmp_path)
+    (tmp_path / METRICS_FILE).touch()
+    with pytest.raises(ValueError, match=METRICS_FILE):
+        write_report(tmp_path)
+    timings = [
+        {"step": 0, "kind": "start", "seconds/evaluate": 50.0},
+        {"step": 1, "kind": "step", "seconds/rollout": 1.0, "seconds/forward_backward": 2.0, "seconds/optimizer": 0.5},
+        {"step": 2, "kind": "step", "seconds/rollout": 1.5, "seconds/evaluate": 3.0, "seconds/surprise": 0.25},
+    ]
+    (ax,) = draw(collect(time_events(timings)), "run").axes
+    tops = [bar.get_y() + bar.get_height() for bar in ax.containers[-1]]
+    assert tops == pytest.approx([3.5, 4.75])
+    MetricsLog(tmp_path / METRICS_FILE).write(1, "train", {"train/loss": 0.5})
+    MetricsLog(tmp_path / TIMINGS_FILE).write(1, "step", {"seconds/rollout": 1.0})
+    assert write_report(tmp_path) == tmp_path / REPORT_FILE
+    assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")

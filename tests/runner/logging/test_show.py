@@ -80,23 +80,32 @@ def test_without_a_step_there_is_a_list(run: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "parts"),
     [
-        (["--step", "5"], "--step: expected one of 2 steps from 3 to 4, got 5"),
-        (["--step", "3", "--group", "3"], "--group: expected 1 to 2, got 3"),
-        (["--step", "3", "--group", "0"], "--group: expected 1 to 2"),
-        (["--group", "1"], "--step"),
-        (["now"], "'now'"),
+        (["--step", "5"], ["--step", "3", "4", "5"]),
+        (["--step", "3", "--group", "3"], ["--group", "1", "2", "3"]),
+        (["--step", "3", "--group", "0"], ["--group", "0"]),
+        (["--group", "1"], ["--step"]),
+        (["now"], ["'now'"]),
     ],
 )
-def test_mistakes(run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_named(
+    run: Path, arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(run), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert [part for part in parts if part not in error] == []
 
 
-def test_a_run_without_rollouts_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(tmp_path), "--step", "1"]) == 2
-    assert "logging.rollouts.groups" in capsys.readouterr().err
+class Keyboard(Console):
+    """A terminal at which keys are pressed."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+        self.keys = keys
+
+    def input(self, *_: object, **__: object) -> str:
+        return self.keys.pop(0)
 
 
 @pytest.mark.parametrize(
@@ -109,16 +118,12 @@ def test_a_run_without_rollouts_says_why(tmp_path: Path, capsys: pytest.CaptureF
         (["p", "q"], ["1", "1"]),
     ],
 )
-def test_a_terminal_pages_by_group(
-    run: Path, keys: list[str], groups: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
-    pressed = iter(keys)
-    monkeypatch.setattr(console, "input", lambda _: next(pressed))
+def test_a_terminal_pages_by_group(run: Path, keys: list[str], groups: list[str]) -> None:
+    console = Keyboard(keys)
     page(load_step(run, 3), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert [line.split("group ")[1][0] for line in out.splitlines() if "· group" in line] == groups
-    assert next(pressed, None) is None
+    assert keys == []
 
 
 def test_printable_keeps_what_is_text() -> None:
