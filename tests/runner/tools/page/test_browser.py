@@ -24,44 +24,68 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 Open = Callable[[str], Any]
+SETTINGS = {"#responses": "", "#groups": "", "#colour": "entropy"}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def open_page() -> Iterator[Open]:
+    """Opens an address. Nothing may be said on the console, and no script may run but the page's own."""
+    said: list[str] = []
+    pages: list[Any] = []
+
+    def open_at(address: str) -> Any:
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(address)
+        page.wait_for_selector(".response")
+        pages.append(page)
+        return page
+
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
+        yield open_at
+        assert said == []
+        assert [page.title() for page in pages if page.title() == "taken"] == []
         browser.close()
 
 
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Open]:
-    """Opens an address. Nothing may be said on the console, and no script may run but the page's own."""
-    said: list[str] = []
-    page = browser.new_page(viewport={"width": 1200, "height": 900})
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-
-    def open_at(address: str) -> Any:
-        page.goto(address)
-        page.wait_for_selector(".response")
-        return page
-
-    yield open_at
-    assert said == []
-    assert page.title() != "taken"
-    page.close()
+@pytest.fixture(scope="module")
+def loaded(open_page: Open, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A page of two runs: the last step of the second one, without values per token, has the second prompt only."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [write_run(folder, "<img src=x>a"), write_run(folder, "b", per_token=False)]
+    write_rollouts(runs[1], 5, per_token=False, first=1)
+    return open_page(write_page(runs, folder / "page.html").as_uri())
 
 
 @pytest.fixture
-def report(open_page: Open, tmp_path: Path) -> Any:
-    runs = [write_run(tmp_path, "<img src=x>a"), write_run(tmp_path, "b", per_token=False)]
-    return open_page(write_page(runs, tmp_path / "page.html").as_uri())
+def report(loaded: Any) -> Any:
+    for name, value in SETTINGS.items():
+        loaded.select_option(name, value)
+    loaded.check("#same")
+    loaded.select_option(".run >> nth=0 >> .where select >> nth=1", "1")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def alone(open_page: Open, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A page of one run."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = write_run(folder, "<img src=x>a")
+    (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
+    gaps = {f"train/{key}": 0.1 * place for place, key in enumerate(ENGINE, 1)}
+    log_metrics(run, 7, **{"eval/avg@4": 0.25, "reflection/en": 0.0}, **gaps)
+    log_metrics(run, 8, **{"eval/avg@4": 0.75, "reflection/en": 0.0})
+    return open_page(write_page([run], folder / "page.html").as_uri())
+
+
+ENGINE = ("rollout_gap", "rollout_k3", "rollout_gap_max", "rollout_ess", "rollout_unknown")
 
 
 def until(page: Any, condition: str) -> None:
     """Playwright's own wait evaluates strings in the page, which its policy forbids."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, condition
         page.wait_for_timeout(50)
@@ -112,69 +136,53 @@ def test_runs_have_a_chart_per_curve_and_smooth_lines_over_raw_ones(report: Any)
     assert "batch/reward" in report.get_attribute(".panel h3", "title")
 
 
-def test_zoom(report: Any) -> None:
+def test_zoom(alone: Any) -> None:
     chart = "document.querySelector('.panel').lastChild"
-    before = report.evaluate(f"{chart}.layout.xaxis.range")
-    box = report.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
-    report.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
-    report.mouse.down()
-    report.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
-    report.mouse.up()
-    low, high = report.evaluate(f"{chart}.layout.xaxis.range")
+    before = alone.evaluate(f"{chart}.layout.xaxis.range")
+    box = alone.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
+    alone.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
+    alone.mouse.down()
+    alone.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
+    alone.mouse.up()
+    low, high = alone.evaluate(f"{chart}.layout.xaxis.range")
     assert before[0] < low < high < before[1]
-    report.fill("#smoothing", "0.3")
-    assert report.evaluate(f"{chart}.layout.xaxis.range") == [low, high]
+    alone.fill("#smoothing", "0.3")
+    assert alone.evaluate(f"{chart}.layout.xaxis.range") == [low, high]
 
 
-def test_header_zeros_and_theme(open_page: Open, tmp_path: Path) -> None:
-    run = write_run(tmp_path, "<img src=x>a")
-    (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
-    log_metrics(run, 7, **{"eval/avg@4": 0.25, "reflection/en": 0.0})
-    log_metrics(run, 8, **{"eval/avg@4": 0.75, "reflection/en": 0.0})
-    page = open_page(write_page([run], tmp_path / "page.html").as_uri())
-    header = page.query_selector("#runs").text_content()
+def test_header_zeros_engine_and_theme(alone: Any) -> None:
+    header = alone.query_selector("#runs").text_content()
     for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "8"):
         assert text in header
-    assert page.query_selector("#runs img, #runs b") is None
-    curves = curves_of(page)
+    assert alone.query_selector("#runs img, #runs b") is None
+    alone.fill("#smoothing", "0.6")
+    curves = curves_of(alone)
     assert [len(found) for found in curves["Reward"]] == [8] * 4  # of one run, both curves in one chart
     assert not any("Reflection" in title for title in curves)
-    assert "Reflection: English" in page.inner_text("#zero")
+    assert "Reflection: English" in alone.inner_text("#zero")
+    engine = [[y[-1] for y in values] for title, values in curves.items() if title.startswith("Engine against learner")]
+    assert [pytest.approx(values) for values in engine] == [[0.1, 0.1, 0.2, 0.2], [0.3, 0.3], [0.4, 0.4, 0.5, 0.5]]
     for scheme, paper, ink in (("light", "rgb(255, 255, 255)", "#222"), ("dark", "rgb(22, 22, 22)", "#ddd")):
-        page.emulate_media(color_scheme=scheme)
-        until(page, f"document.querySelector('.chart').layout.font.color === '{ink}'")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+        alone.emulate_media(color_scheme=scheme)
+        until(alone, f"document.querySelector('.chart').layout.font.color === '{ink}'")
+        assert alone.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
-def test_panels_about_the_engine_stand_side_by_side(open_page: Open, tmp_path: Path) -> None:
-    keys = ("rollout_gap", "rollout_k3", "rollout_gap_max", "rollout_ess", "rollout_unknown")
-    run = write_run(tmp_path, "a")
-    log_metrics(run, 7, **{f"train/{key}": 0.1 * place for place, key in enumerate(keys, 1)})
-    curves = curves_of(open_page(write_page([run], tmp_path / "page.html").as_uri()))
-    drawn = [[y[-1] for y in values] for title, values in curves.items() if title.startswith("Engine against learner")]
-    assert [pytest.approx(values) for values in drawn] == [[0.1, 0.1, 0.2, 0.2], [0.3, 0.3], [0.4, 0.4, 0.5, 0.5]]
-
-
-def test_the_same_prompt_is_found_in_every_run(open_page: Open, tmp_path: Path) -> None:
-    runs = [write_run(tmp_path, "a", per_token=False), write_run(tmp_path, "b", per_token=False)]
-    write_rollouts(runs[1], 5, per_token=False, first=1)  # its last step has the second prompt only
-    page = open_page(write_page(runs, tmp_path / "page.html").as_uri())
-
+def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
     def shown() -> list[tuple[str, str]]:
-        found = columns(page)
-        until(page, "document.querySelectorAll('.run .prompt').length === 2")
+        found = columns(report)
+        until(report, "document.querySelectorAll('.run .prompt').length === 2")
         steps = [column.query_selector("select").input_value() for column in found]
         return list(zip(steps, (column.query_selector(".prompt").text_content() for column in found), strict=True))
 
-    first, second = "5", "3"
-    assert [step for step, _ in shown()] == [first, second]
+    assert [step for step, _ in shown()] == ["5", "3"]
     assert len({prompt for _, prompt in shown()}) == 1
-    page.select_option(".run >> nth=0 >> .where select >> nth=1", "2")
-    assert [step for step, _ in shown()] == [first, first]
+    report.select_option(".run >> nth=0 >> .where select >> nth=1", "2")
+    assert [step for step, _ in shown()] == ["5", "5"]
     assert len({prompt for _, prompt in shown()}) == 1
-    page.select_option(".run >> nth=0 >> .where select >> nth=1", "1")
-    page.uncheck("#same")
-    assert [step for step, _ in shown()] == [first, first]
+    report.select_option(".run >> nth=0 >> .where select >> nth=1", "1")
+    report.uncheck("#same")
+    assert [step for step, _ in shown()] == ["5", "5"]
     assert len({prompt for _, prompt in shown()}) == 2
 
 
@@ -190,22 +198,6 @@ def test_hostile_text_is_text(report: Any) -> None:
     report.select_option("#groups", "all-incorrect")
     prompt = columns(report)[0].query_selector(".prompt").text_content()
     assert prompt == "\\u202e\\ud800 & <i>"
-
-
-def test_turns_of_an_environment_are_grey(open_page: Open, tmp_path: Path) -> None:
-    """Token by token, and as text."""
-    runs = [write_run(tmp_path, name, per_token=name == "tokens", turns=TURNS) for name in ("tokens", "text")]
-    report = open_page(write_page(runs, tmp_path / "page.html").as_uri())
-    colour = "element => getComputedStyle(element).color"
-    for run in columns(report):
-        response = run.query_selector("details >> nth=0 >> .response")
-        grey, own = (response.query_selector_all(f".{role}") for role in ("environment", "assistant"))
-        assert {one.evaluate(colour) for one in grey}.isdisjoint({one.evaluate(colour) for one in own})
-        assert "".join(one.text_content() for one in grey) == SCRIPT
-        assert "done +0.5" in run.query_selector("summary").text_content()
-    left, right = columns(report)
-    assert len(left.query_selector_all("details >> nth=0 >> .token.assistant")) == len(PIECES) - 1
-    assert len(right.query_selector_all("details >> nth=0 >> .response .assistant")) == 1
 
 
 def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
@@ -258,15 +250,27 @@ def test_filters_leave_what_was_asked_for(report: Any) -> None:
     assert left() == ["sample 1 incorrect", "sample 2 incorrect"]
     report.click("#runs input >> nth=0")
     assert len(columns(report)) == 1
+    report.click("#runs input >> nth=0")
 
 
-def test_watching_a_run_that_goes_on(open_page: Open, tmp_path: Path) -> None:
-    run = write_run(tmp_path, "a")
-    with open_server([run], 0) as server:
+def test_watching_runs_with_turns_of_an_environment(open_page: Open, tmp_path: Path) -> None:
+    """Turns of the environment are grey, token by token and as text. New steps are shown without a reload."""
+    run, text = (write_run(tmp_path, name, per_token=name == "tokens", turns=TURNS) for name in ("tokens", "text"))
+    colour = "element => getComputedStyle(element).color"
+    with open_server([run, text], 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             page = open_page(f"http://127.0.0.1:{server.server_port}")
+            left, right = columns(page)
+            for column in (left, right):
+                response = column.query_selector("details >> nth=0 >> .response")
+                grey, own = (response.query_selector_all(f".{role}") for role in ("environment", "assistant"))
+                assert {one.evaluate(colour) for one in grey}.isdisjoint({one.evaluate(colour) for one in own})
+                assert "".join(one.text_content() for one in grey) == SCRIPT
+                assert "done +0.5" in column.query_selector("summary").text_content()
+            assert len(left.query_selector_all("details >> nth=0 >> .token.assistant")) == len(PIECES) - 1
+            assert len(right.query_selector_all("details >> nth=0 >> .response .assistant")) == 1
             assert page.input_value(".where select") == "5"
             log_metrics(run, 7)
             write_rollouts(run, 7)
