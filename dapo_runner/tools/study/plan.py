@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class StudyRun:
     def log(self) -> Path:
         """The file with its console output."""
         return self.folder.with_suffix(".log")
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "dapo_runner", "train", str(self.recipe)]
 
     @property
     def made_with(self) -> str:

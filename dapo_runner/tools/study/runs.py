@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -62,17 +61,13 @@ def carry_out(runs: Iterable[StudyRun], jobs: int) -> Generator[tuple[StudyRun, 
         _stop(list(running))
 
 
-def command(run: StudyRun) -> list[str]:
-    return [sys.executable, "-m", "dapo_runner", "train", str(run.recipe)]
-
-
 def _start(run: StudyRun, made_with: str) -> subprocess.Popen[bytes]:
     run.recipe.parent.mkdir(parents=True, exist_ok=True)
     run.recipe.write_text(made_with + dump_config(run.config), encoding="utf-8")
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(run.config.run.threads))
     with run.log.open("ab") as log:
         return subprocess.Popen(
-            command(run),
+            run.command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

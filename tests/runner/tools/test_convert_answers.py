@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import write_rows
 from fake_api import FakeAPI, says
-from forks import CONTEXT
 
 from dapo_runner.cli import main
 from dapo_runner.data.dataset import apply_template
@@ -46,17 +43,17 @@ def test_what_is_read_from_a_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "section"),
     [
         ("I cannot.", "Answer Format"),
         (reply()[:-20], "Final Answer"),
-        (reply(final="none"), "the final answer is no integer"),
-        (reply(final="19/2"), "the final answer is no integer"),
-        (reply().replace("Quantity", "Sum"), "Quantity:"),
+        (reply(final="none"), "integer"),
+        (reply(final="19/2"), "integer"),
+        (reply().replace("Quantity", "Sum"), "Quantity"),
     ],
 )
-def test_what_is_no_reply(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+def test_what_is_no_reply(text: str, section: str) -> None:
+    with pytest.raises(RejectedError, match=section):
         read_reply(text)
 
 
@@ -85,28 +82,33 @@ def test_what_agrees_by_sympy(answer: str, form: str, values: dict[str, int], qu
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    "changed",
     [
-        ({"form": "$k+m\\sqrt{n}$"}, "the form is not the original answer"),
-        ({"values": "k=11, m=2, n=5", "final": "18"}, "the form is not the original answer"),
-        ({"final": "20"}, "the quantity is not the integer"),
-        ({"question": CIRCLE}, "the problem is not rewritten"),
-        ({"question": f"{CIRCLE} Find k + m."}, "the rewritten problem does not name the letters"),
-        ({"values": "k=11, m=2"}, "the letters of form, values and quantity are not the same"),
-        ({"quantity": "19"}, "the letters of form, values and quantity are not the same"),
-        ({"form": "$11-2\\sqrt{6}$"}, "the letters of form, values and quantity are not the same"),
-        ({"values": "k=11, m=1, n=24", "final": "36"}, "the values are not in lowest terms"),
+        {"form": "$k+m\\sqrt{n}$"},
+        {"values": "k=11, m=2, n=5", "final": "18"},
+        {"final": "20"},
+        {"question": CIRCLE},
+        {"question": f"{CIRCLE} Find k + m."},
+        {"values": "k=11, m=2"},
+        {"quantity": "19"},
+        {"form": "$11-2\\sqrt{6}$"},
+        {"values": "k=11, m=1, n=24", "final": "36"},  # not in lowest terms, as below
     ],
 )
-def test_what_is_rejected(changed: dict[str, str], reason: str) -> None:
-    with pytest.raises(RejectedError, match=reason):
+def test_what_is_rejected(changed: dict[str, str]) -> None:
+    assert check(read_reply(reply()), CIRCLE, "11-2\\sqrt{6}", is_same)
+    with pytest.raises(RejectedError):
         check(read_reply(reply(**changed)), CIRCLE, "11-2\\sqrt{6}", is_same)
 
 
 def test_fractions_are_in_lowest_terms() -> None:
-    found = Reply("\\frac{p}{q}", f"{CIRCLE} Find p + q.", {"p": 2, "q": 4}, "p+q", 6)
-    with pytest.raises(RejectedError, match="lowest terms"):
-        check(found, CIRCLE, "\\frac12", is_same)
+    for p, q in ((1, 2), (2, 4)):
+        found = Reply("\\frac{p}{q}", f"{CIRCLE} Find p + q.", {"p": p, "q": q}, "p+q", p + q)
+        if p == 1:
+            assert check(found, CIRCLE, "\\frac12", is_same)
+        else:
+            with pytest.raises(RejectedError):
+                check(found, CIRCLE, "\\frac12", is_same)
 
 
 PROBLEMS = [(f"{number}. {CIRCLE}", "11-2\\sqrt{6}") for number in range(6)]
@@ -149,8 +151,7 @@ def test_what_passes_is_kept_with_its_evidence(tmp_path: Path, capsys: pytest.Ca
         assert main(arguments(tmp_path, api)) == 2
     said = capsys.readouterr()
     assert "7 kept" in said.out
-    assert "1  the quantity is not the integer" in said.out
-    assert "out.jsonl: expected no file" in said.err
+    assert "out.jsonl" in said.err
     out = tmp_path / "out.jsonl"
     kept, rejected = rows_of(out), rows_of(tmp_path / "out.rejected.jsonl")
     assert [problem.answer for problem in read_problems(out)] == ["19"] * 5 + ["3", "19"]
@@ -161,58 +162,30 @@ def test_what_passes_is_kept_with_its_evidence(tmp_path: Path, capsys: pytest.Ca
     assert evidence["reply"] == answer_as(0)
     assert kept[5]["conversion"] == {"rule": "integer"}
     assert [row["reward_model"]["ground_truth"] for row in rejected] == ["11-2\\sqrt{6}", "red"]
-    assert rejected[1]["conversion"]["rejected"] == "the final answer is no integer"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.rejected.jsonl"]
 
 
-def run_command(options: list[str]) -> None:
-    raise SystemExit(main(options))
-
-
-def test_killed_and_resumed_asks_no_question_twice(tmp_path: Path) -> None:
-    reached = threading.Event()
-
-    def slow(body: dict[str, Any]) -> dict[str, Any]:
-        if len(api.bodies) == 4 and not reached.is_set():
-            reached.set()
-            threading.Event().wait(20)
-        return answering(body)
+def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: Path) -> None:
+    def failing(body: dict[str, Any]) -> Any:
+        return (500, b"busy", {}) if failing_from <= len(api.bodies) else answering(body)
 
     with FakeAPI(answering) as api:
         assert main(arguments(tmp_path, api, "whole")) == 0
-    with FakeAPI(slow) as api:
-        killed = arguments(tmp_path, api, "killed", "concurrency=1")
-        process = CONTEXT.Process(target=run_command, args=(killed,))
-        process.start()
-        assert reached.wait(120)
-        process.kill()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
-        journal = tmp_path / "killed.journal.jsonl"
-        assert len(rows_of(journal)) == 1 + 1 + 3
-        with journal.open("ab") as file:
-            file.write(b'{"key": "cut')
-        assert not (tmp_path / "killed.jsonl").exists()
-        assert main([*killed, "temperature=0.5"]) == 2  # begun with another
-        assert main(killed) == 0
-        assert len(api.bodies) == 4 + 5  # the one that was under way once more
-    for name in ("", ".rejected"):
-        assert (tmp_path / f"killed{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
-
-
-def test_a_server_that_fails_ends_it_and_costs_no_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dapo_runner.tools.convert.run.RETRIES", 0)
-
-    def failing(body: dict[str, Any]) -> Any:
-        return (500, b"busy", {}) if len(api.bodies) == 3 else answering(body)
-
     with FakeAPI(failing) as api:
-        assert main(arguments(tmp_path, api, "out", "concurrency=1")) == 1
-        assert "HTTP 500" in capsys.readouterr().err
-        assert main(arguments(tmp_path, api, "out", "concurrency=1")) == 0
-        assert len(api.bodies) == 9
+        failing_from, command = 4, arguments(tmp_path, api, "lost", "concurrency=1")
+        assert main(command) == 1
+        asked = len(api.bodies) - 3  # without the retries of the one that failed
+        assert asked == 3
+        journal = tmp_path / "lost.journal.jsonl"
+        assert len(rows_of(journal)) == 1 + 1 + asked
+        journal.write_text(journal.read_text() + '{"key": "cut')  # what a kill leaves
+        assert not (tmp_path / "lost.jsonl").exists()
+        assert main([*command, "model=another"]) == 2
+        failing_from, before = 99, len(api.bodies)
+        assert main(command) == 0
+        assert len(api.bodies) - before == 8 - asked
+    for name in ("", ".rejected"):
+        assert (tmp_path / f"lost{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
 
 
 def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,23 +194,24 @@ def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pyt
     )
     here = [f"model={model_folder}", "max_tokens=3"]
     assert main(["convert-answers", str(data), str(tmp_path / "out.jsonl"), *here]) == 0
-    assert "1  no section Answer Format" in capsys.readouterr().out
+    assert "Answer Format" in capsys.readouterr().out
     assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "out.jsonl")] == ["1"]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        (["model=x", "url=here"], "url: expected http://"),
-        (["model=x", "concurrency=1"], "concurrency: requires url"),
-        (["model=/nowhere"], "model: expected a folder or a model of the hub"),
-        ([], "model: expected a value, got nothing"),
-        (["model=x", "modle=y"], "modle: unknown key"),
+        (["model=x", "url=here"], "url"),
+        (["model=x", "concurrency=1"], "concurrency"),
+        (["model=x", "columns={prompt: q}"], "columns.answer"),
+        (["model=/nowhere"], "model"),
+        ([], "model"),
+        (["model=x", "modle=y"], "modle"),
     ],
 )
-def test_mistakes_are_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_names_its_setting(
+    options: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert-answers", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert f"{key}: " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
