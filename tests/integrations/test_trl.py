@@ -36,7 +36,12 @@ ONE_PASS: dict[str, dict[str, Any]] = {
     "grpo, tool tokens": {"loss_type": "grpo", "beta": 0.1, "learning_rate": 0.1, "pad_to_multiple_of": 8, **MASKED},
     "grpo, KL of the reference alone": {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False},
     "bnpo, tool tokens": {"loss_type": "bnpo", "beta": 0.1, "learning_rate": 0.1, **MASKED},
-    "dr_grpo, temperature": {"loss_type": "dr_grpo", "temperature": 0.7, "beta": 0.1},
+    "dr_grpo, completions shorter than the longest allowed": {
+        "loss_type": "dr_grpo",
+        "temperature": 0.7,
+        "beta": 0.1,
+        "max_completion_length": 20,
+    },
     "dapo, tool tokens, checkpointing": {"beta": 0.1, "learning_rate": 0.1, "gradient_checkpointing": True, **MASKED},
     "truncated completions masked, windows across generations": {
         "mask_truncated_completions": True,

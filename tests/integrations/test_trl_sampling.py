@@ -394,18 +394,6 @@ def test_overlong_filtering(tmp_path: Path, model: Path, punishment: dict[str, i
     assert any(group[0][0].endswith("1+7=") and varies(group) for group in ledger.groups())
 
 
-@pytest.mark.parametrize("options", [{}, {"mask_truncated_completions": True}])
-def test_overlong_filtering_is_trls(tmp_path: Path, model: Path, options: dict[str, bool]) -> None:
-    """Either name masks truncated completions; without both of them nothing is masked."""
-    ours = {"overlong_filtering": True} if not options else {}
-    done, plain = (
-        run(model, tmp_path, Ledger(cut="7="), kinds=("unique",), trainer_options=how, max_steps=1, **given)
-        for how, given in ((ours, options), ({}, {}))
-    )
-    assert int(done.trainer.batches[0]["completion_mask"].sum()) == 0
-    assert int(plain.trainer.batches[0]["completion_mask"].sum()) == 16 * WIDTH
-
-
 def test_weights_of_rewards_decide(tmp_path: Path, model: Path) -> None:
     """A function of weight 0 makes no group vary, and neither does the length of completions."""
 
