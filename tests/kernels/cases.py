@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ class Case:
     leaves: dict[str, Tensor]
     temperature: float | Tensor = 1.0
     softcap: float | None = None
-    names: tuple[str, ...] = field(default=())
 
     @property
     def cu_seqlens(self) -> Tensor:

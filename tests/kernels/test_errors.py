@@ -140,7 +140,6 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"objective": "reinforce", "kl_cov": (0.1, 1.0)}, ("reinforce", "kl_cov")),
     ({"objective": "reinforce", "clip_high": 0.3}, ("reinforce", "clip_high")),
     ({"objective": "reinforce", "dual_clip": 3.0}, ("reinforce", "dual_clip")),
-    ({"objective": "sapo", "dual_clip": 3.0}, ("sapo", "dual_clip")),
     ({"objective": "sapo", "clip_low": 0.3}, ("sapo", "clip_low")),
     ({"objective": "cispo", "dual_clip": 3.0}, ("cispo", "dual_clip")),
     ({"objective": "cispo", "ratio": "sequence_clipped"}, ("cispo", "sequence_clipped")),
@@ -150,15 +149,11 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"sapo_tau": (1.0, 2.0)}, ("sapo_tau", "clip")),
     ({"objective": "dro", "kl_estimator": "k1"}, ("kl_to", "k1")),
     ({"kl_estimator": "k1", "kl_through_ratio": True}, ("kl_through_ratio", "k1")),
-    ({"kl_estimator": "k2", "kl_through_ratio": True}, ("kl_through_ratio", "k2")),
     ({"objective": "gspo", "kl_through_ratio": True}, ("kl_through_ratio", "sequence")),
     ({"top_entropy": 0.5, "clip_cov": COV}, ("top_entropy", "clip_cov")),
-    ({"top_entropy": 0.5, "kl_cov": (0.1, 1.0)}, ("top_entropy", "kl_cov")),
     ({"clip_cov": COV, "kl_cov": (0.1, 1.0)}, ("clip_cov", "kl_cov")),
     ({"length_norm": 8.0}, ("length_norm", "token-mean")),
     ({"objective": own_loss, "clip_high": 0.3}, ("clip_high",)),
-    ({"objective": own_loss, "kl_coef": 0.1}, ("kl_coef",)),
-    ({"objective": own_loss, "ratio": "sequence"}, ("ratio",)),
     ({"objective": own_loss, "kl_cov": (0.1, 1.0)}, ("kl_cov",)),
     # companions that are missing or have no use
     ({"objective": "grpo"}, ("ref_logprobs", "kl_coef")),
@@ -235,28 +230,19 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "logits", torch.ones(V), ValueError, ("[11]",)),
     ("dapo_loss", "logits", torch.ones(T, V, dtype=torch.int64), TypeError, ("int64",)),
     ("dapo_loss", "target_ids", IDS.float(), TypeError, ("float32",)),
-    ("dapo_loss", "target_ids", IDS.bool(), TypeError, ("bool",)),
     ("dapo_loss", "advantages", torch.ones(32, 128), ValueError, ("[T]=[6]", "[S]=[3]", "[32, 128]")),
     ("dapo_loss", "mask", torch.full((T,), 0.5), ValueError, ("importance_weights",)),
     ("dapo_loss", "inplace_backward", 1, TypeError, ("True", "False")),
-    ("dapo_loss", "entropy", 1, TypeError, ("True", "False")),
-    ("dapo_loss", "cu_seqlens", torch.tensor([0.0, 6.0]), TypeError, ("float32",)),
     *(("dapo_loss", "cu_seqlens", torch.tensor(x).int(), ValueError, ()) for x in ([0, 5], [0, 7], [1, 6], [6], [])),
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
     ("policy_loss", "logprobs", torch.tensor(-1.0), ValueError, ("[]",)),
-    ("policy_loss", "logprobs", IDS, TypeError, ("int64",)),
     ("policy_loss", "entropy_coef", 0.1, ValueError, ("entropy",)),
     ("policy_loss", "top_entropy", 0.5, ValueError, ("entropy",)),
-    ("linear_dapo_loss", "hidden", torch.ones(H), ValueError, ("[4]",)),
     ("linear_dapo_loss", "hidden", torch.ones(T, H).int(), TypeError, ("int32",)),
     ("linear_dapo_loss", "weight", torch.ones(V, H + 1), ValueError, ("[11, 5]", "4")),
     ("linear_dapo_loss", "weight", torch.ones(V, H).bfloat16(), TypeError, ("bfloat16", "float32")),
     ("linear_dapo_loss", "weight", torch.ones(V, H, device="meta"), ValueError, ("meta",)),
-    ("linear_dapo_loss", "bias", torch.ones(V + 1), ValueError, ("[11]", "[12]")),
     ("linear_dapo_loss", "bias", torch.ones(V).half(), TypeError, ("float16", "float32")),
-    ("linear_dapo_loss", "chunk_bytes", 0, ValueError, ("0",)),
-    ("linear_dapo_loss", "softcap", 0.0, ValueError, ("0.0",)),
-    ("linear_dapo_loss", "softcap", -3.0, ValueError, ("-3.0",)),
     ("linear_dapo_loss", "main_grad", torch.ones(H, V), ValueError, ()),
     ("linear_dapo_loss", "main_grad", torch.ones(V, H).bfloat16(), REFUSALS, ()),
     ("linear_dapo_loss", "main_grad", torch.ones(V, H), ValueError, ("weight",)),  # which needs no gradient
@@ -541,14 +527,14 @@ def test_float64_is_for_the_torch_backend(backend: str) -> None:
         refused(TypeError, "dapo_loss", given, "float64", "torch")
 
 
-def test_two_threads_and_two_tasks_each_have_their_own_backend() -> None:
-    """They enter and leave crosswise: the second to enter leaves first in threads, last in tasks."""
-    before, barrier, seen = chosen(), threading.Barrier(2), {}
+def test_threads_and_tasks_each_have_their_own_backend() -> None:
+    """Two enter and leave crosswise: the first to enter leaves first."""
+    before, barrier, seen = chosen(), threading.Barrier(2), []
 
     def thread(name: str) -> None:
         with use_backend(name):
             barrier.wait()
-            seen[name] = chosen()
+            seen.append((name, chosen()))
             if name == "torch":
                 barrier.wait()
         if name == "cpp":
@@ -559,28 +545,19 @@ def test_two_threads_and_two_tasks_each_have_their_own_backend() -> None:
         one.start()
     for one in threads:
         one.join()
-    assert seen == {"torch": "torch", "cpp": "cpp"}
-    assert chosen() == before
 
-    async def tasks() -> list[str]:
-        entered, left = asyncio.Event(), asyncio.Event()
+    async def task(name: str, mine: asyncio.Event, other: asyncio.Event) -> None:
+        with use_backend(name):
+            mine.set()
+            await other.wait()
+            seen.append((name, chosen()))
 
-        async def first() -> str:
-            with use_backend("torch"):
-                await entered.wait()
-                found = chosen()
-            left.set()
-            return found
+    async def tasks() -> None:
+        events = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(task("torch", *events), task("cpp", *reversed(events)))
 
-        async def second() -> str:
-            with use_backend("cpp"):
-                entered.set()
-                await left.wait()
-                return chosen()
-
-        return await asyncio.gather(first(), second())
-
-    assert asyncio.run(tasks()) == ["torch", "cpp"]
+    asyncio.run(tasks())
     with pytest.raises(KeyError), use_backend("torch"):
         raise KeyError("inside")
+    assert sorted(seen) == [("cpp", "cpp")] * 2 + [("torch", "torch")] * 2
     assert chosen() == before

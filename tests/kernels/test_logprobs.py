@@ -127,17 +127,6 @@ def test_padded_is_packed(backend: str, make: Any) -> None:
         assert torch.equal(unpad(got, lengths), expected)
 
 
-@pytest.mark.parametrize("n_tokens", [0, 1])
-def test_one_and_no_token(backend: str, n_tokens: int) -> None:
-    for make in (logits_case, linear_case):
-        case = make(5, lengths=(n_tokens,), seed=3)
-        leaves = case.fresh()
-        stats = run(case, leaves)
-        assert stats.logprobs.shape == stats.entropy.shape == (n_tokens,)
-        (stats.logprobs.sum() + stats.entropy.sum()).backward()
-        assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves.values())
-
-
 def test_banned_tokens(backend: str) -> None:
     """By -inf (grammar, top-k): no NaN in the entropy, an exact zero in the gradient. torch.finfo(dtype).min does the
     same."""

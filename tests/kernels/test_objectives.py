@@ -71,6 +71,7 @@ def paper_problem(name: str, kind: str) -> tuple[Case, Problem, Any]:
     problem = Problem(leaves, options(name, wide=False)[0])
     paper = solve_paper(name, leaves, problem.selected)
     problem.truth.loss, problem.truth.grads = paper.loss, paper.grads
+    problem.eager = solve_paper(name, leaves, problem.selected, torch.float32)
     return case, problem, paper
 
 

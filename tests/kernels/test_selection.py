@@ -17,7 +17,7 @@ from oracle import covariances, highest, share_down, share_up
 from test_random import FIXED
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, select, token_logprobs
+from dapo_kernels import select, token_logprobs
 
 
 def indices(mask: Tensor) -> set[int]:
@@ -28,7 +28,7 @@ def indices(mask: Tensor) -> set[int]:
 
 
 @given(
-    n=st.integers(0, 40),
+    n=st.one_of(st.integers(0, 40), st.just(100)),  # 0.07 · 100 and 0.29 · 100 are not whole in binary
     dead=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**31),
     share=st.sampled_from([2e-4, 0.07, 0.2, 0.29, 0.5, 1.0]),
@@ -58,24 +58,6 @@ def test_selections_take_the_highest(n: int, dead: float, seed: int, share: floa
     drawn = indices(select.clip_cov(dirty[0], dirty[1], live, hit, (share, 0.01, 0.3), None))
     assert drawn <= candidates
     assert len(drawn) == min(len(candidates), share_down(alive, share))
-
-
-@pytest.mark.parametrize(
-    ("share", "n", "up", "down"),
-    [
-        (0.2, 10, 2, 2),
-        (0.2, 11, 3, 2),
-        (0.2, 1, 1, 1),
-        (0.07, 100, 7, 7),  # 0.07 * 100 is 7.000000000000001 in binary
-        (0.29, 100, 29, 29),  # 0.29 * 100 is 28.999999999999996
-        (2e-4, 10000, 2, 2),
-        (0.5, 0, 1, 1),
-    ],
-)
-def test_a_share_is_not_off_by_one(share: float, n: int, up: int, down: int) -> None:
-    live = torch.cat([torch.ones(n, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)])
-    assert int(select.share_of(live, share, rounding="up")) == up
-    assert int(select.share_of(live, share, rounding="down")) == down
 
 
 def test_clip_cov_draws_evenly_and_from_its_generator_alone() -> None:
@@ -194,17 +176,6 @@ def test_entropy_is_not_computed_where_the_selection_is_known(backend: str) -> N
     known, _ = call("inplace", case, "top_entropy", selection=full_selection("top_entropy", case))
     assert known.entropy is None
     assert call("inplace", case, "top_entropy")[0].entropy is not None
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_a_batch_of_dead_tokens(backend: str, name: str) -> None:
-    logits = torch.randn(4, 9, requires_grad=True)
-    ids, zeros = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    out = dapo_loss(logits, ids, zeros, zeros, objective=name, mask=zeros.bool())
-    out.loss.backward()
-    assert out.loss.item() == 0.0
-    assert logits.grad is not None
-    assert not logits.grad.any()
 
 
 def test_the_draw_of_a_call_comes_from_its_generator(backend: str) -> None:
