@@ -61,7 +61,7 @@ class Problem:
         grad_output: float = 1.0,
         **how: Any,
     ) -> None:
-        self.case, self.o = case, o
+        self.o = o
         _, x = rows_of(case, o, groups=groups, **how)
         selected = sorted(batch_selection(x, o))
         if o.clip_cov is not None:  # the draw is handed in

@@ -28,7 +28,7 @@ def indices(mask: Tensor) -> set[int]:
 
 
 @given(
-    n=st.one_of(st.integers(0, 40), st.just(100)),  # 0.07 · 100 and 0.29 · 100 are not whole in binary
+    n=st.integers(0, 40),
     dead=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**31),
     share=st.sampled_from([2e-4, 0.07, 0.2, 0.29, 0.5, 1.0]),
@@ -58,6 +58,22 @@ def test_selections_take_the_highest(n: int, dead: float, seed: int, share: floa
     drawn = indices(select.clip_cov(dirty[0], dirty[1], live, hit, (share, 0.01, 0.3), None))
     assert drawn <= candidates
     assert len(drawn) == min(len(candidates), share_down(alive, share))
+
+
+@pytest.mark.parametrize(
+    ("share", "n", "up", "down"),
+    [
+        (0.2, 10, 2, 2),
+        (0.2, 11, 3, 2),
+        (0.07, 100, 7, 7),  # 0.07 * 100 is 7.000000000000001 in binary
+        (0.29, 100, 29, 29),  # 0.29 * 100 is 28.999999999999996
+        (0.5, 0, 1, 1),
+    ],
+)
+def test_a_share_is_not_off_by_one(share: float, n: int, up: int, down: int) -> None:
+    live = torch.arange(n + 3) < n
+    assert int(select.share_of(live, share, rounding="up")) == up
+    assert int(select.share_of(live, share, rounding="down")) == down
 
 
 def test_clip_cov_draws_evenly_and_from_its_generator_alone() -> None:

@@ -15,6 +15,7 @@ batch selection picked (``selection``, indices; null: none), and what comes out:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -33,41 +33,21 @@ from oracle import Options, batch_selection, share_down  # noqa: E402
 
 from dapo_kernels import OBJECTIVES  # noqa: E402
 
-LENGTHS = (4, 1, 5)
-V = 6
+FILE = HERE / "golden.json"
 # What is added to each row in its second case.
 EVERYTHING: dict[str, Any] = {"kl_coef": 0.05, "entropy_coef": 0.02}
-DECIMALS = 6
 
 
-def rounded(x: Tensor) -> Tensor:
-    """The inputs are decimals: what the file says is what was computed with."""
-    return torch.tensor([round(v, DECIMALS) for v in x.flatten().tolist()], dtype=torch.float64).reshape(x.shape)
-
-
-def problem() -> Case:
-    """Ten tokens in three sequences. The first sequence's mean ratio lies within GSPO's trust region."""
-    g = torch.Generator().manual_seed(2)
-    n = sum(LENGTHS)
-    logits = torch.randn(n, V, generator=g, dtype=torch.float64) * 2
-    target_ids = torch.multinomial(logits.softmax(-1), 1, generator=g)[:, 0]
-    logits[2, target_ids[2]] = 6.5  # a token the old policy is sure of
-    logits = rounded(logits)
-    mask = torch.tensor([True] * 3 + [False] + [True] * 5 + [False])
-    now = torch.log_softmax(logits, -1)[torch.arange(n), target_ids]
-    delta = torch.tensor([0.41, -0.43, 0.02, 3.0, 0.31, -0.38, 0.5, 0.06, 0.27, -3.0], dtype=torch.float64)
-    delta[2] = 3 * 1e-4 - delta[0] - delta[1]
-    advantages = torch.tensor([1.1, 1.1, -0.9, 0.7, 0.8, -1.6, -1.6, 1.9, -1.2, 0.4], dtype=torch.float64)
-    return Case(
-        target_ids=target_ids,
-        old_logprobs=rounded(now - delta),
-        advantages=advantages,
-        mask=mask,
-        ref_logprobs=rounded((now + 0.5 * torch.randn(n, generator=g, dtype=torch.float64)).clamp(max=0.0)),
-        importance_weights=rounded(0.4 + torch.rand(n, generator=g, dtype=torch.float64)),
-        lengths=LENGTHS,
-        leaves={"logits": logits},
-    )
+def problem() -> tuple[dict[str, Any], Case]:
+    """The file's batch, which stays: ten tokens in three sequences, ratios on both sides of every clip bound. The first
+    sequence's mean ratio lies within GSPO's trust region, and the old policy is sure of one token."""
+    inputs = json.loads(FILE.read_text())["problem"]
+    bounds = inputs["cu_seqlens"]
+    tensors = {name: torch.tensor(inputs[name]) for name in ("target_ids", "mask")}
+    for name in ("old_logprobs", "ref_logprobs", "advantages", "importance_weights"):
+        tensors[name] = torch.tensor(inputs[name], dtype=torch.float64)
+    leaves = {"logits": torch.tensor(inputs["logits"], dtype=torch.float64)}
+    return inputs, Case(**tensors, lengths=tuple(b - a for a, b in itertools.pairwise(bounds)), leaves=leaves)
 
 
 def solve_row(case: Case, name: str, o: Options, *, weighted: bool) -> dict[str, Any]:
@@ -98,15 +78,13 @@ def solve_row(case: Case, name: str, o: Options, *, weighted: bool) -> dict[str,
 
 def build() -> dict[str, Any]:
     """The content of the file, unrounded."""
-    case = problem()
+    inputs, case = problem()
     cases = []
     for name in OBJECTIVES:
         row, _ = options(name, wide=False)
         cases.append(solve_row(case, name, row, weighted=False))
         warm = dataclasses.replace(case, temperature=0.75)
         cases.append(solve_row(warm, name, dataclasses.replace(row, **EVERYTHING), weighted=True))
-    tensors = ("target_ids", "old_logprobs", "ref_logprobs", "advantages", "importance_weights", "mask", "cu_seqlens")
-    inputs = {"logits": case.leaves["logits"].tolist(), **{k: getattr(case, k).tolist() for k in tensors}}
     return {"problem": inputs, "cases": cases}
 
 
@@ -123,7 +101,7 @@ def main() -> None:
     content = digits(build())
     lines = ",\n".join(json.dumps(case, allow_nan=False) for case in content["cases"])
     text = f'{{"problem": {json.dumps(content["problem"])},\n"cases": [\n{lines}\n]}}\n'
-    (HERE / "golden.json").write_text(text)
+    FILE.write_text(text)
 
 
 if __name__ == "__main__":
