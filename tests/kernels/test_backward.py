@@ -128,6 +128,18 @@ def test_a_second_derivative_is_refused(backend: str, kind: str) -> None:
         penalty()
 
 
+@pytest.mark.parametrize("kind", ["loss", "loss, gspo", "loss_inplace", "linear_loss", "policy"])
+def test_only_the_policy_gets_a_gradient(backend: str, kind: str) -> None:
+    case = case_of(kind)
+    case.old_logprobs.requires_grad_()
+    case.advantages.requires_grad_()
+    leaves = leaves_of(kind, case)
+    scalar(kind, case, *(leaf * 1 for leaf in leaves)).backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+    assert case.old_logprobs.grad is None
+    assert case.advantages.grad is None
+
+
 def test_forward_mode_is_refused() -> None:
     case = case_of("stats")
     logits = case.leaves["logits"]

@@ -235,6 +235,7 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "inplace_backward", 1, TypeError, ("True", "False")),
     *(("dapo_loss", "cu_seqlens", torch.tensor(x).int(), ValueError, ()) for x in ([0, 5], [0, 7], [1, 6], [6], [])),
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
+    ("dapo_loss", "cu_seqlens", BOUNDS.to("meta"), ValueError, ("meta",)),
     ("policy_loss", "logprobs", torch.tensor(-1.0), ValueError, ("[]",)),
     ("policy_loss", "entropy_coef", 0.1, ValueError, ("entropy",)),
     ("policy_loss", "top_entropy", 0.5, ValueError, ("entropy",)),

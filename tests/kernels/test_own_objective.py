@@ -159,6 +159,25 @@ def test_what_is_no_loss_per_token_is_refused(fn: Any, error: type[Exception], w
             function(**arguments(case), objective=fn)
 
 
+def dead_is_infinite(logprobs: Tensor, entropy: Tensor | None, tokens: OwnTokens) -> Tensor:
+    return -logprobs / tokens.advantages  # which are 0 there
+
+
+def test_dead_tokens_may_hold_and_give_anything(backend: str) -> None:
+    for function, case in both():
+        seen = []
+        for fill in (1.0, torch.nan, torch.inf):
+            given = {**arguments(case), "mask": case.mask}
+            for name in ("old_logprobs", "advantages"):
+                given[name] = given[name].masked_fill(~case.mask, fill if name == "advantages" else -fill)
+            out = function(**given, objective=dead_is_infinite)
+            out.loss.backward()
+            seen.append([out.loss.detach(), *(given[name].grad for name in case.leaves)])
+        assert bool(seen[0][0].isfinite())
+        for other in seen[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
 def test_tokens_that_do_not_train_may_overflow(backend: str) -> None:
     for function, case in both():
         chosen = torch.arange(17) != 3
