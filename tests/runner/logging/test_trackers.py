@@ -137,22 +137,6 @@ def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path) -
     assert [key for key in keys - {"step", "kind"} if not is_documented(key)] == []
 
 
-def test_a_table_is_what_the_groups_are(wandb: FakeWandb, tmp_path: Path) -> None:
-    groups = [make_group("RW", "a"), make_group("TR", "b")]
-    trackers = open_one("wandb", tmp_path)
-    trackers.samples(3, "samples/trained", groups)
-    trackers.samples(3, "samples/eval", [])
-    (sent,) = wandb.logged
-    rows = sent["samples/trained"]
-    assert [(row["step"], row["prompt"], row["correct"], row["reward"]) for row in rows] == [
-        (3, "a", True, 1.0), (3, "b", False, -1.0)
-    ]  # fmt: skip
-    assert [(row["answer"], row["finish_reason"], row["tokens"]) for row in rows] == [
-        ("7", "stop", 4),
-        ("7", "length", 4),
-    ]
-
-
 def test_a_tracker_that_fails_ends_no_run(wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wandb.failures = []
     trackers = open_one("wandb", tmp_path)
@@ -200,15 +184,6 @@ def test_the_real_tensorboard(tmp_path: Path) -> None:
     assert yaml.safe_load(settings.read_text())["optimizer.lr"] == "1e-06"
 
 
-def test_the_real_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    write_and_resume("wandb", tmp_path)
-    files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) == 2
-    assert all(file.stat().st_size > 0 for file in files)
-
-
 def test_the_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
@@ -222,12 +197,3 @@ def test_the_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(metric.step, metric.value) for metric in history] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
     path = client.download_artifacts(run.info.run_id, "samples/trained/step_000002.json")
     assert rows_of(json.dumps(json.loads(Path(path).read_text())["rows"])) == [(2, "1 < 2 | 3\n4", 1.0)]
-
-
-def test_the_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
-    write_and_resume("trackio", tmp_path)
-    (run,) = trackio.Api().runs("p")
-    assert run.name.startswith("mine-")
-    assert run.config["optimizer.lr"] == "1e-06"

@@ -25,7 +25,6 @@ from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.reward import DeadlineError, RewardError, call_within
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.group_buffer import SamplingExhaustedError
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 
@@ -398,16 +397,6 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
     first = next(event for event in read_log(whole / "timings.jsonl") if event["kind"] == "step")
     assert first["reward/short_seconds"] > 0
     assert first["reward/short_calls"] > 0 == first["reward/short_failed"]
-
-
-def test_a_step_that_cannot_be_filled_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small_recipe(output_dir=str(tmp_path), name="stuck", steps=4, save_every=0, eval_every=0)
-    recipe["sampler"] |= {"max_rounds": 1, "on_exhausted": "error", "initial_acceptance": 1.0}
-    config = parse_config(recipe)
-    with pytest.raises(SamplingExhaustedError):
-        train(config, Progress())
-    done = [event["step"] for event in read_log(config.run_dir / "metrics.jsonl") if event["kind"] == "step"]
-    assert [found.step for found in find_checkpoints(config.run_dir / CHECKPOINTS)] == done[-1:]
 
 
 def test_a_command_ends_with_one_line(

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,16 +229,22 @@ def test_an_endpoint_that_refuses_everything_ends_the_run_at_once(status: int) -
     assert len(api.bodies) <= 4
 
 
-def test_waiting_for_a_turn_is_no_part_of_a_deadline() -> None:
-    """Each request takes a fifth of the time that it may; the last ones wait for longer than that."""
+def test_no_request_is_sent_before_its_turn() -> None:
+    """Its deadline begins when it is sent."""
+    lock, now, most = threading.Lock(), 0, 0
 
-    def slowly(body: dict[str, Any]) -> Any:
-        time.sleep(0.4)
-        return by_response(body)
+    def count(body: dict[str, Any]) -> Any:
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+        answer = by_response(body)
+        with lock:
+            now -= 1
+        return answer
 
-    with FakeAPI(slowly) as api:
-        scorer = Scorer(at(api, calls={"concurrency": 1, "retries": 0}, plugin_deadline=3.0))
-        assert len(verdicts(scorer(*batch(*(f"0.{number}" for number in range(1, 9)))))) == 8
+    with FakeAPI(count) as api:
+        Scorer(at(api, calls={"concurrency": 2, "retries": 0}))(*batch(*(f"0.{number}" for number in range(1, 30))))
+    assert most <= 2
 
 
 def test_a_key_goes_to_its_url_and_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
