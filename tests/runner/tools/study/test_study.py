@@ -238,31 +238,25 @@ def test_a_picture_of_one_variant_has_its_seeds_and_color(tmp_path: Path, drawn:
     curves = ["misspelt", "train/entropy"]
     assert draw(tmp_path, {"variants": ["higher", "plain"], "curves": curves}, ["plain"])
     (entropy,) = drawn[0].axes  # what no run logs has no column
-    assert entropy.get_ylabel() == "nats per token"
-    assert entropy.get_xlabel()
+    assert (entropy.get_ylabel(), entropy.get_xlabel()) == ("nats per token", "rollout step")
     assert {line.get_color() for line in entropy.lines} == {COLORS[1]}  # whether or not `higher` is there
     assert len(entropy.lines) == 3  # two seeds and their mean
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["plain"]
+    assert draw(tmp_path / "s", {"variants": ["plain"], "curves": ["misspelt"]}, []) is None
 
 
-def test_a_picture_has_a_panel_of_differences(tmp_path: Path, drawn: list[Figure]) -> None:
-    variants = ["plain", "higher"]
-    assert draw(tmp_path, {"variants": variants, "curves": ["eval/avg@2"]}, variants)
-    means, difference = drawn[0].axes
+def test_a_picture_of_two_has_their_differences_and_titles_that_do_not_overlap(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    names = ["plain", "higher"]
+    variants = [{**variant, "label": f"{variant['name']}, mean over many prompts"} for variant in VARIANTS]
+    assert draw(tmp_path, {"variants": names, "curves": ["eval/avg@2", "train/entropy"]}, names, variants=variants)
+    means, _, difference, _ = drawn[0].axes
     assert len(means.lines) == 2
     assert means.get_ylabel() == "share of problems"
     zero, *seeds, mean = difference.lines
     assert [list(line.get_ydata()) for line in (*seeds, mean)] == [[0.0, 0.0, 0.25]] * 3
     assert set(zero.get_ydata()) == {0}
-
-
-def test_titles_of_a_picture_do_not_overlap_and_one_of_nothing_is_not_drawn(
-    tmp_path: Path, drawn: list[Figure]
-) -> None:
-    names = ["plain", "higher"]
-    assert draw(tmp_path, {"variants": names, "curves": ["misspelt"]}, []) is None
-    variants = [{**variant, "label": f"{variant['name']}, mean over many prompts"} for variant in VARIANTS]
-    draw(tmp_path, {"variants": names, "curves": ["eval/avg@2", "train/entropy"]}, names, variants=variants)
     drawn[0].draw_without_rendering()
     texts = [text for ax in drawn[0].axes for text in ax.get_children() if isinstance(text, Text)]
     boxes = [text.get_window_extent() for text in texts if text.get_text() == text.axes.get_title(loc="left")]
