@@ -187,19 +187,6 @@ def test_advantages_that_differ_within_a_response_require_an_objective_of_tokens
         assert f"advantage.{next(iter(advantage))}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("objective", "overrides", "word"),
-    [
-        ("sapo", {"clip_high": 0.3}, "clip_high"),
-        ("top_entropy", {"kl_cov": (2e-4, 1)}, "kl_cov"),
-        ("reinforce", {"ratio": "sequence"}, "reinforce"),
-    ],
-)
-def test_overrides_without_a_meaning_are_refused(objective: str, overrides: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        resolve_objective(make_config(loss={"objective": objective, "overrides": overrides}))
-
-
 def test_a_reference_has_a_use() -> None:
     for loss in ({"reference": "some/model"}, {"reference_ema": 0.9}):
         with refused(f"loss.{next(iter(loss))}"):

@@ -256,8 +256,7 @@ def test_no_attack_succeeds(
         {name: text.format(**values) for name, text in table.items() if is_known or "call(" not in text}
         for table in (ATTACKS, ENDING)
     )
-    together = TOGETHER.format(attacks=attacks)
-    assert judge.judge_texts([together], ["assert accepted == []"]) == [CORRECT], accepted_by(judge, together, attacks)
+    assert accepted_of(judge, TOGETHER.format(attacks=attacks), list(attacks)) == []
     verdicts = judge.judge_texts([f"{text}\n{HONEST}" for text in ending.values()], [TESTS] * len(ending))
     assert {verdict.rule for verdict in verdicts} <= {"code", "crash"}
     assert [name for name, verdict in zip(ending, verdicts, strict=True) if verdict.correct] == []
@@ -268,11 +267,13 @@ def test_no_attack_succeeds(
     assert not Path("/tmp/dapo-attack").exists()
 
 
-def accepted_by(judge: CodeRule, together: str, attacks: Iterable[str]) -> list[str]:
-    """Return the attacks that succeeded, all of them if the program did not get that far."""
-    names = list(attacks)
-    verdicts = judge.judge_texts([together] * len(names), [f"assert {name!r} not in accepted" for name in names])
-    return [name for name, verdict in zip(names, verdicts, strict=True) if not verdict.correct]
+def accepted_of(judge: CodeRule, together: str, names: list[str]) -> list[str]:
+    """Return the attacks of these that succeeded, all of them if the program did not get that far."""
+    (verdict,) = judge.judge_texts([together], [f"assert not set(accepted) & set({names})"])
+    if verdict == CORRECT or len(names) == 1:
+        return [] if verdict == CORRECT else names
+    middle = len(names) // 2
+    return [*accepted_of(judge, together, names[:middle]), *accepted_of(judge, together, names[middle:])]
 
 
 HARMLESS = """

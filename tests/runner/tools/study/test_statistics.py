@@ -1,12 +1,20 @@
-"""Means, errors and tests over seeds, against tables."""
+"""Means, errors and tests over seeds against tables; the fit R = −a·exp(H) + b to the logs of runs."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
+from test_study import finish, planned
 
-from dapo_runner.tools.study.figures import align, differences
-from dapo_runner.tools.study.results import Estimate, estimate, holm, paired_test
+from dapo_runner.tools.study.figures import align, differences, entropy_points
+from dapo_runner.tools.study.page import write_page
+from dapo_runner.tools.study.results import Estimate, estimate, holm, paired_test, read_result
+
+A, B = 0.2, 0.9
 
 
 @pytest.mark.parametrize(("t", "n", "p"), [(12.706, 2, 0.05), (2.776, 5, 0.05), (4.604, 5, 0.01), (3.850, 30, 0.0006)])
@@ -67,3 +75,24 @@ def test_differences_are_of_the_seeds_that_both_have() -> None:
     assert lines[0].tolist() == [0.0, 5.0]
     assert lines[1].tolist() == [[0.0, 0.5], [-0.25, 0.5]]
     assert differences(runs, {5: ([], [])}) is None
+
+
+def test_a_page_has_the_fit_of_every_evaluation_but_the_first(tmp_path: Path) -> None:
+    study, runs = planned(tmp_path, entropy_fit=["plain"], overrides={"run": {"steps": 6, "eval_every": 2}})
+    plain = [run for run in runs if run.variant == "plain"]
+    for run in plain:
+        finish(run, [0.2, 0.3, 0.5])
+        metric, lines = f"eval/avg@{run.config.evaluation.k}", []
+        for step in range(1, 7):
+            entropy = step / 6 + run.seed / 100
+            lines.append({"step": step, "kind": "step", "sampling/tokens": 9, "train/entropy": entropy})
+            if step % 2 == 0:
+                lines.append({"step": step, "kind": "eval", metric: B - A * math.exp(entropy)})
+        first = {"step": 0, "kind": "eval", metric: 0.0}
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [first, *lines]))
+    results = [read_result(run) for run in plain]
+    entropy, accuracy = entropy_points(results)
+    assert len(entropy) == len(accuracy) == 6
+    page = write_page(study, runs, results, []).read_text()
+    assert "| plain | 0.200 | 0.900 | 0.700 | 1.000 | 6 |" in page
+    assert (study.folder / "entropy_fit.png").stat().st_size > 5000
