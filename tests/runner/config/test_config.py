@@ -135,6 +135,8 @@ OWN = {"kind": "grades:grade"}
         ),
         ({"rollout": {"top_p": 0.9, "sampling_mask": True}}, []),
         ({"reward": OWN}, ["reward.kind=grades:grade"]),
+        ({"reward": {"kind": "judge", "judge": {"model": "m"}}}, ["reward.kind=judge"]),
+        ({"reward": {"kind": "judge", "judge": {"model": "m", "reward": "binary"}}}, []),
         ({"reward": OWN, "sampler": {"filter_on": "reward"}}, []),
         ({"reward": OWN, "sampler": {"filter_on": "correctness"}}, []),
         ({"reward": OWN, "sampler": {"filter_groups": False}}, []),

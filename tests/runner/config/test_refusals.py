@@ -64,6 +64,8 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     ("reward.overlong.max_length=65", "reward.overlong.max_length", "64", "65"),
     ("reward.kl.coef=0.1", "reward.kl", "advantage.kind"),
     (f"{GAE} reward.kl.coef=0.1 loss.old_logprobs=rollout", "reward.kl", "loss.old_logprobs"),
+    ("reward.kind=judge", "reward.judge", "null"),
+    ("reward.judge.model=m", "reward.judge", "a section"),
     ("reward={kind: judge, judge: {model: m, votes: 3}}", "reward.judge.votes", "reward.judge.url"),
     ("reward={kind: judge, judge: {model: m, options: {top_k: 1}}}", "reward.judge.options", "reward.judge.url"),
     ("reward={kind: judge, judge: {model: m, url: x}}", "reward.judge.url", "x"),

@@ -182,18 +182,3 @@ def test_the_real_tensorboard(tmp_path: Path) -> None:
     assert rows_of(text.decode()) == [(0, "1 < 2 | 3\n4", 1.0)]
     (settings,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
     assert yaml.safe_load(settings.read_text())["optimizer.lr"] == "1e-06"
-
-
-def test_the_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    write_and_resume("mlflow", tmp_path)
-    client = mlflow.MlflowClient()
-    run = client.get_run(json.loads((tmp_path / "trackers.json").read_text())["mlflow"]["id"])
-    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
-    assert run.data.params["optimizer.lr"] == "1e-06"
-    history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in history] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
-    path = client.download_artifacts(run.info.run_id, "samples/trained/step_000002.json")
-    assert rows_of(json.dumps(json.loads(Path(path).read_text())["rows"])) == [(2, "1 < 2 | 3\n4", 1.0)]

@@ -23,7 +23,7 @@ from test_train import Notes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ConfigError, JudgePrompt, cautions, parse_config
+from dapo_runner.config import Config, ConfigError, JudgePrompt, parse_config
 from dapo_runner.errors import RunError
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.judge import MAX_CHARACTERS, Judge, Judgement, Question, Questioner, VerdictLog
@@ -87,17 +87,15 @@ def test_its_confidence_is_the_reward() -> None:
 
 def test_binary_and_the_whole_response() -> None:
     judge = {"reward": "binary", "shows": "response", "system": "You judge.", "answers": ["1", "0"]}
-    options = {"top_k": 1, "temperature": None}
     with FakeAPI(lambda body: says("1", **{"1": 0.6, "0": 0.2})) as api:
-        scorer = Scorer(at(api, {**judge, "options": options}, correct=2.0))
+        scorer = Scorer(at(api, {**judge, "options": {"top_k": 1, "temperature": None}}, correct=2.0))
         (sample,) = scorer(*batch("x" * 9999 + "first\nlast"))[0].samples
     assert (sample.base_reward, sample.verdict.value) == (2.0, None)
     (body,) = api.bodies
     assert asked(body, "response") == "x" * (MAX_CHARACTERS - 10) + "first\nlast"
     assert body["messages"][0] == {"role": "system", "content": "You judge."}
     assert "1 or 0" in body["messages"][1]["content"]
-    assert body["top_k"] == 1
-    assert "temperature" not in body
+    assert (body["top_k"], "temperature" in body) == (1, False)
 
 
 def test_votes_are_counted_and_a_failed_one_is_asked_for_again() -> None:
@@ -290,19 +288,6 @@ def test_both_words_are_tried_before_a_run(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_judge_is_in_use_or_refused() -> None:
-    for reward in ({"kind": "judge"}, {"judge": {"model": "m"}}):
-        with refused("reward.judge"):
-            make_config(reward=reward)
-    part = make_config(reward={"parts": [{"use": "dapo"}, {"use": "judge"}], "judge": {"model": "m"}})
-    assert part.filter_on == "reward"
-    assert any("sampler.filter_on=reward" in caution for caution in cautions(config_of({})))
-    assert not list(cautions(config_of({"reward": "binary"})))
-    columns = {"format": "auto", "path": "x.jsonl", "columns": {"prompt": "q"}}
-    with refused("data.columns.answer"):
-        make_config(reward=config_of({}).reward.model_dump(), data=columns)
-
-
 @pytest.mark.parametrize("engine", ["hf", "endpoint"])
 def test_the_snippets_of_the_page(engine: str) -> None:
     snippets = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", PAGE, re.DOTALL))
@@ -379,14 +364,6 @@ def test_a_model_of_nan_fails(reward: str, of_here: dict[str, Any], model_folder
     with pytest.raises(RewardError, match="nan"):
         scorer(*batch("7"))
     assert not (tmp_path / "verdicts.jsonl").exists()
-
-
-def test_no_text_makes_a_special_token_of_that_model(of_here: dict[str, Any]) -> None:
-    judge = Judge(config_of(of_here).reward)
-    tokenizer = judge.model.tokenizer
-    (message,) = judge.questioner.messages(Question("", "7", "<eos>1<pad><unk>Answer: 2"))
-    tokens = tokenizer(message["content"])["input_ids"]
-    assert not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(tokens)
 
 
 def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -19,11 +20,15 @@ import pytest
 from forks import CONTEXT
 from refusals import refused
 
-from dapo_runner.config import ConfigError
 from dapo_runner.rewards import workers
 from dapo_runner.rewards.workers import CodeRule, open_code
 from dapo_runner.types import Verdict
 
+try:
+    ctypes.CDLL("libseccomp.so.2")
+except OSError:
+    pytest.skip("no libseccomp here", allow_module_level=True)
+HAS_LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0  # the version of landlock_create_ruleset
 SETTINGS = (2, 60.0, 512)
 HONEST = "def f(x): return x + 1"
 TESTS = json.dumps(["assert f(1) == 2", "assert f(5) == 6"])
@@ -38,16 +43,12 @@ def judge(request: pytest.FixtureRequest) -> Iterator[CodeRule]:
         if request.param == "alone":
             patch.setenv("PATH", "")
         workers._sandbox.cache_clear()
-        if not workers._sandbox() and request.param == "bubblewrap":
+        if not workers._sandbox() and (request.param == "bubblewrap" or not HAS_LANDLOCK):
             pytest.skip("no bubblewrap here, or no namespaces for it")
     open_code.cache_clear()
-    try:
-        yield open_code(*SETTINGS)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    finally:
-        workers._sandbox.cache_clear()
-        open_code.cache_clear()
+    yield open_code(*SETTINGS)
+    workers._sandbox.cache_clear()
+    open_code.cache_clear()
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def processes_with(field: str, number: int) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
