@@ -211,6 +211,7 @@ def test_cuda_takes_the_rows_in_which_it_is_faster() -> None:
     assert decide.decide([big, times(32_000, 0.99)]) == [decide.Row(151_936, ("bfloat16",), (0.8,))]
     assert decide.decide([times(151_936, 1.0), small]) == []  # not faster above
     assert decide.decide([big, times(151_936, 1.2)]) == []  # the worst of two sizes
+    assert decide.decide([times(151_936, 1.2), big]) == []
     assert decide.decide([big, times(151_936, 1.1, level="hidden")]) == []
     assert decide.decide([big, times(151_936, 1.2, mode="forward")]) != []
     assert decide.decide([times(151_936, None)]) == decide.decide([]) == []
