@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" in metafunc.fixturenames:
+    if "backend" in metafunc.fixturenames and "gpu_backend" not in metafunc.fixturenames:
         metafunc.parametrize("backend", metafunc.config.getoption("--backends").split(","), indirect=True)
 
 

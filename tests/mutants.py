@@ -45,7 +45,7 @@ TRAINING = "tests/runner/test_*.py"
 ROOMS = {  # folder of the code → its tests; the longest folder that fits a file is its room
     "dapo_kernels": ["tests/kernels"],
     "dapo_kernels/backends": ["tests/kernels"],
-    "dapo_kernels/backends/triton": ["tests/kernels/test_triton*.py"],
+    "dapo_kernels/backends/triton": ["tests/kernels/test_triton*.py", "tests/kernels/test_elsewhere.py"],
     "dapo_kernels/engine": ["tests/kernels"],
     "dapo_kernels/integrations": ["tests/integrations"],
     "dapo_kernels/objectives": ["tests/kernels"],

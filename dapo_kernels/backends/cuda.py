@@ -39,7 +39,7 @@ _launched: set[tuple[Any, ...]] = set()
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # CPU: emulated, in tests
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

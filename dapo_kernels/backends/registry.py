@@ -206,8 +206,10 @@ def _cpu_default() -> str:
     return "cpp" if _why_not("cpp") is None else "torch"
 
 
-def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
-    for row in CUDA_DEFAULTS:
+def _cuda_default(
+    device: torch.device, dtype: torch.dtype, vocab: int, defaults: tuple[Default, ...] = CUDA_DEFAULTS
+) -> str:
+    for row in defaults:
         able = row.capability == (0, 0) or torch.cuda.get_device_capability(device) >= row.capability
         if able and vocab >= row.vocab and dtype in row.dtypes:
             return row.backend

@@ -18,7 +18,6 @@ flight to be busy. And an SM without a row does nothing.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -41,9 +40,17 @@ class Gpu(NamedTuple):
     bytes_per_s: float  # memory bandwidth, as in the data sheet
 
 
-@functools.cache
+GPUS: dict[torch.device, Gpu | None] = {}  # by device, each examined once
+
+
 def gpu_of(device: torch.device) -> Gpu | None:
     """Return the properties; None if it is not an NVIDIA GPU, or torch does not report enough."""
+    if device not in GPUS:
+        GPUS[device] = _examined(device)
+    return GPUS[device]
+
+
+def _examined(device: torch.device) -> Gpu | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     found = torch.cuda.get_device_properties(device)

@@ -24,8 +24,8 @@ from dapo_kernels.records import BY_VOCAB, Head, LoraFactors, Needs, Plan, accum
 # fewer than _TILE_ROWS rows a GEMM would not run at its full rate.
 _TILE_BYTES = 4 * 2**20
 _TILE_ROWS = 1024
-# 16-bit operands with float32 result (from torch 2.10 also addend) exist only for CUDA, not in every ROCm build.
-# Otherwise a chunk's product is rounded to 16 bits before it is added in float32.
+# 16-bit operands with float32 result (from torch 2.10 also addend) exist only for CUDA, not in every ROCm build, and
+# for its stand-in without values. Otherwise a chunk's product is rounded to 16 bits before it is added in float32.
 FLOAT32_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads() and torch.version.hip is None
 
 
@@ -35,7 +35,7 @@ def tile_rows(bytes_per_row: int) -> int:
 
 def float32_product(x: Tensor) -> bool:
     """Return whether GEMMs with operands like ``x`` can return float32."""
-    return FLOAT32_PRODUCT and x.device.type == "cuda" and x.element_size() < 4
+    return FLOAT32_PRODUCT and x.device.type in ("cuda", "meta") and x.element_size() < 4
 
 
 def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from interpreter import round_to_nearest
+from no_device import launches as launches
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +22,15 @@ def poison_uninitialized_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_that_rounds() -> None:
-    """Where Triton is interpreted (TRITON_INTERPRET=1, see test_triton.py)."""
+    """Where Triton is interpreted (TRITON_INTERPRET=1, see test_elsewhere.py)."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         round_to_nearest()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the tensors of a backend's test are. ``test_gpu.py`` has another."""
+    return "cpu"
 
 
 @pytest.fixture(params=["triton", "cuda"])

@@ -1,6 +1,6 @@
 """A pytest plugin: the "cuda" backend on CPU tensors, its module replaced by the emulation of ``cuda_emulation.cpp``.
 
-Loaded with ``-p emulated_cuda`` by ``test_cuda.py``, which builds the module and names its file in CUDA_EMULATION.
+Loaded with ``-p emulated_cuda`` by ``test_elsewhere.py``, which builds the module and names its file in CUDA_EMULATION.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import importlib.util
 import os
 import sys
 from typing import Any
-
-import torch
 
 import dapo_kernels
 from dapo_kernels.backends import registry
@@ -25,17 +23,5 @@ def load(name: str, path: str) -> Any:
     return module
 
 
-def install() -> None:
-    emulation = load("dapo_kernels._cuda", os.environ["CUDA_EMULATION"])
-    sys.modules["dapo_kernels._cuda"] = emulation
-    dapo_kernels._cuda = emulation  # type: ignore[attr-defined]
-    from dapo_kernels.backends import cuda
-
-    def no_stream(device: torch.device) -> int:
-        return 0
-
-    cuda._stream = no_stream
-    registry.BACKENDS["cuda"] = registry.Entry("dapo_kernels.backends.cuda", lambda: None, ("cpu",))
-
-
-install()
+sys.modules["dapo_kernels._cuda"] = dapo_kernels._cuda = load("dapo_kernels._cuda", os.environ["CUDA_EMULATION"])  # type: ignore[attr-defined]
+registry.BACKENDS["cuda"] = registry.Entry("dapo_kernels.backends.cuda", lambda: None, ("cpu",))

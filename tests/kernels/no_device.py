@@ -1,15 +1,23 @@
-"""The code path of CUDA tensors on a machine without a GPU, with tensors of the meta device: they have no values, are
-as little the host's as a GPU's, and have autograd. (Fake tensors on "cuda" cannot be indexed in a CPU build of torch.)
+"""The code path of CUDA tensors on a machine without a GPU.
+
+With tensors of the meta device: they have no values, are as little the host's as a GPU's, and have autograd. (Fake
+tensors on "cuda" cannot be indexed in a CPU build of torch.) Or with a CPU's tensors whose values may not be read.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dapo_kernels import use_backend
+from dapo_kernels.backends import registry
+from dapo_kernels.records import HOST_DEVICES
 
 # Shapes that depend on values: the host has to wait for them.
 _LOOKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave.Tensor", "is_nonzero")
@@ -20,7 +28,13 @@ class HostWaitError(Exception):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Operations that would wait for the device raise HostWaitError."""
+    """Operations that would wait for the device raise HostWaitError. Records matrix products: (result's dtype,
+    operands' dtype, whether it adds to the result).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[torch.dtype, torch.dtype, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,7 +51,11 @@ class NoWaiting(TorchDispatchMode):
             raise HostWaitError(f"{name} from {tensors[0].device} to {to}")
         if name.startswith("copy_") and args[0].device.type != args[1].device.type and args[1].dim() > 0:
             raise HostWaitError(f"{name} from {args[1].device} to {args[0].device}")
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if name.partition(".")[0] in ("mm", "addmm"):
+            adds = name.startswith("addmm") and kwargs.get("beta", 1) != 0
+            self.products.append((found.dtype, tensors[-1].dtype, adds))
+        return found
 
 
 class NoAtomics(TorchDispatchMode):
@@ -51,48 +69,42 @@ class NoAtomics(TorchDispatchMode):
 
 
 class Launches:
-    """Stands in for ``dapo_kernels.backends.triton.launch``: what would have been started, and on what."""
+    """What Triton would have started: each kernel's name with its number of programs, and its arguments."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
         self.arguments: list[tuple[Any, ...]] = []
 
-    def __call__(self, kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
-        assert device.type != "cpu"
-        assert all(x.device == device for x in args if isinstance(x, Tensor))
-        assert type(programs) is int
-        self.seen.append((kernel.__name__, programs))
-        self.arguments.append((*args, meta))
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> None:
+        devices = {x.device.type for x in args if isinstance(x, Tensor)}
+        assert len(devices) == 1
+        assert "cpu" not in devices
+        assert type(grid[0]) is int
+        self.seen.append((kernel.__name__, grid[0]))
+        self.arguments.append(args)
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.seen]
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """The triton backend for all calls and devices, without anything being started."""
-    from dapo_kernels.backends import registry, triton
-
-    launches = Launches()
-    monkeypatch.setattr(triton, "launch", launches)
-    monkeypatch.setattr(registry, "_default", lambda *of: "triton")
+    runtime = pytest.importorskip("triton.runtime.jit", reason="triton is not installed (pip install triton)")
+    recorded = Launches()
+    monkeypatch.setattr(runtime.JITFunction, "run", lambda kernel, *args, **how: recorded.run(kernel, *args, **how))
+    monkeypatch.setitem(registry._reasons, "triton", None)
     monkeypatch.setitem(registry.BACKENDS, "triton", registry.BACKENDS["triton"]._replace(devices=None))
-    return launches
+    with use_backend("triton"):
+        yield recorded
 
 
-def record_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype, bool]]:
-    """GEMMs of dW as (result's dtype, operands' dtype, added to): torch does the mixed ones on CUDA only."""
-    from dapo_kernels.engine import gradients
-
-    monkeypatch.setattr(gradients, "float32_product", lambda x: x.element_size() < 4)
-
-    products = []
-
-    def product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-        assert out.shape == (a.shape[0], b.shape[1])
-        assert a.shape[1] == b.shape[0]
-        assert a.dtype == b.dtype
-        products.append((out.dtype, a.dtype, add))
-
-    monkeypatch.setattr(gradients, "product_", product_)
-    return products
+@contextlib.contextmanager
+def device_path() -> Iterator[None]:
+    """CPU tensors take the path of CUDA tensors: nothing reads their values."""
+    HOST_DEVICES.remove("cpu")
+    try:
+        yield
+    finally:
+        HOST_DEVICES.add("cpu")

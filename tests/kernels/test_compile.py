@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import linear_case, logits_case
+from torch import Tensor
 
 from dapo_kernels import (
     LoraFactors,
@@ -26,10 +27,14 @@ from dapo_kernels import (
     preference_loss_from_logprobs,
     summarize,
     token_logprobs,
+    use_backend,
 )
+from dapo_kernels.backends import registry
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
-def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+def calls() -> dict[str, Call]:
     """Every public function with most of its keywords."""
     case, rows = linear_case(11, 4, (2, 1, 3), bias=True, seed=5), logits_case(11, (2, 1, 3), seed=5)
     head = {name: case.leaves[name] for name in ("hidden", "weight", "bias")}
@@ -61,43 +66,107 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
+def gradients(function: Callable[..., Any], given: dict[str, Any]) -> list[Tensor]:
+    """The first result, and the gradient of its sum for every tensor of the policy."""
+    leaves = {
+        name: x.detach().clone().requires_grad_()
+        for name, x in given.items()
+        if name in ("hidden", "weight", "bias", "logprobs", "logits")
+    }
+    if isinstance(lora := given.get("lora"), LoraFactors):
+        leaves |= {"a": lora.a.clone().requires_grad_(), "b": lora.b.clone().requires_grad_()}
+        given = {**given, "lora": LoraFactors(leaves["a"], leaves["b"], lora.scale)}
+    # An in-place form consumes its argument, which is no leaf then.
+    passed = {name: x * 1 if name == "logits" else x for name, x in leaves.items() if name in given}
+    out = function(**{**given, **passed})
+    out[0].sum().backward()
+    return [out[0].detach(), *(x.grad for x in leaves.values() if x.grad is not None)]
+
+
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
 @pytest.mark.parametrize("name", calls())
 def test_compiled_as_it_is(name: str) -> None:
-    torch._dynamo.reset()
     function, given = calls()[name]
-    results = []
-    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        leaves = {
-            n: x.clone().requires_grad_() for n, x in given.items() if n in ("hidden", "weight", "bias", "logprobs")
-        }
-        logits = {"logits": given["logits"].clone().requires_grad_()} if "logits" in given else {}
-        # An in-place form consumes its argument, which is no leaf then.
-        out = run(**{**given, **leaves, **{n: x * 1 for n, x in logits.items()}})
-        out[0].sum().backward()
-        results.append([out[0].detach(), *(x.grad for x in (leaves | logits).values())])
-    for compiled, eager in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    results = [gradients(run, given) for run in (compiled(function), function)]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", calls())
+def test_the_whole_compiler() -> None:
+    """Generated code included, of a graph with operations around the loss."""
+    function, given = calls()["linear_dapo_loss"]
+
+    def around(hidden: Tensor, **keywords: Any) -> Any:
+        return [3 * function(hidden=torch.tanh(hidden), **keywords).loss]
+
+    results = [gradients(run, given) for run in (compiled(around, "inductor"), around)]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_new_lengths_do_not_compile_each_and_temperatures_may_change() -> None:
+    """They vary from batch to batch: after the second one the graph must be dynamic in T."""
+    compiles = 0
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        nonlocal compiles
+        compiles += 1
+        return graph
+
+    def loss(logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, temperature: float) -> Tensor:
+        return dapo_loss(logits, ids, old, advantages, mask=mask, temperature=temperature).loss
+
+    run = compiled(loss, counting)
+    for n_tokens, temperature in ((19, 1.0), (23, 1.0), (29, 1.0), (31, 1.0), (31, 0.7), (31, 0.5)):
+        case = logits_case(vocab=37, lengths=(n_tokens,), seed=n_tokens)
+        tokens = case.tensors("target_ids", "old_logprobs", "advantages", "mask")
+        args = (case.leaves["logits"], *tokens.values(), temperature)
+        torch.testing.assert_close(run(*args), loss(*args), rtol=1e-6, atol=1e-7)
+        assert compiles <= (2 if temperature == 1.0 else 4)
+
+
+def test_backends_agree_inside_one_process() -> None:
+    """The choice of backend is part of a compiled graph: switching it afterwards gives the other one's numbers."""
+    pytest.importorskip("dapo_kernels._C", reason="dapo_kernels._C is not built")
+    function, given = calls()["token_logprobs"]
+    run = compiled(function)
+    for name in ("torch", "cpp", "torch"):
+        with use_backend(name):
+            assert torch.equal(run(**given).logprobs, function(**given).logprobs)
+
+
+def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``use_backend``: no import may be left for the tracer to stop at. Fake CUDA tensors need no GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.delitem(registry._reasons, "triton", raising=False)
+    found = registry.BACKENDS["triton"]._replace(missing=lambda: __import__("importlib").import_module("os") and None)
+    monkeypatch.setitem(registry.BACKENDS, "triton", found)
+
+    def served(x: Tensor) -> Tensor:
+        return x + len(registry.backend_for("dapo_loss", x.device, x.dtype, x.shape[-1]))
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, 7, device="cuda", dtype=torch.bfloat16)
+        assert compiled(served, "eager")(x).device.type == "cuda"
+    assert registry._reasons.pop("triton") is None
+
+
+@pytest.mark.parametrize("name", [*calls(), "rows in chunks"])
 def test_another_default_device(name: str) -> None:
-    function, given = calls()[name]
+    function, given = calls()["linear_dapo_loss, lists" if name == "rows in chunks" else name]
+    if name == "rows in chunks":  # lists of kept tokens, cut at every chunk, of live tokens that do not stand together
+        given |= {"chunk_bytes": 100, "mask": torch.tensor([1, 0, 1, 1, 0, 1]).bool()}
     expected = function(**given)
     with torch.device("meta"):
         got = function(**given)
-        metrics = got.metrics if hasattr(got, "metrics") else None
-        summary = None if metrics is None else summarize([metrics, metrics])
+        summary = summarize([got.metrics, got.metrics]) if hasattr(got, "metrics") else None
     for a, b in zip(got, expected, strict=True):
         if isinstance(b, torch.Tensor):
             assert torch.equal(a, b)
     if summary is not None:
         assert summary == summarize([expected.metrics, expected.metrics])
-
-
-def test_another_default_device_of_rows_in_chunks() -> None:
-    """Lists of tokens that were kept, cut at every chunk, of live tokens that do not stand together."""
-    function, given = calls()["linear_dapo_loss, lists"]
-    given |= {"chunk_bytes": 100, "mask": torch.tensor([1, 0, 1, 1, 0, 1]).bool()}
-    expected = function(**given)
-    with torch.device("meta"):
-        assert torch.equal(function(**given).loss, expected.loss)

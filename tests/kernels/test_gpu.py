@@ -1,7 +1,6 @@
-"""On a CUDA device: results against float64 on the CPU, sizes past 2³¹, memory. ``test_gpu_execution.py``: the rest.
+"""On a CUDA device: the backends' suite, golden values, losses from hidden states, sizes past 2³¹, memory.
 
-``make gpu`` runs these. The numerical part sends the problems of the CPU suites through the device: inputs are moved
-there inside the call, so that gradients come back to leaves on the CPU and the oracle never knows.
+``make gpu`` runs these. ``test_gpu_execution.py`` has the rest.
 """
 
 from __future__ import annotations
@@ -10,31 +9,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import entries
 import pytest
 import torch
-from against_oracle import check as check_float32
-from against_oracle import options
-from cases import linear_case, logits_case, rows_of, selection_mask, solve
 from closeness import as_accurate, elementwise
-from entries import LOGITS_ENTRIES, call
 from gpu import DEVICE, GIB, NEEDS_DEVICE, batch, needs_memory, poison, step
-from oracle import batch_selection, share_down
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
-from dapo_kernels import (
-    OBJECTIVES,
-    dapo_loss,
-    linear_dapo_loss,
-    linear_distillation_loss,
-    policy_loss,
-    token_logprobs,
-    use_backend,
+from test_backends import test_a_nan_in_anyones_columns_shows as test_a_nan_in_anyones_columns_shows
+from test_backends import (
+    test_a_softcap_from_well_inside_to_far_beyond as test_a_softcap_from_well_inside_to_far_beyond,
 )
+from test_backends import test_far_logits as test_far_logits
+from test_backends import test_many_tokens as test_many_tokens
+from test_backends import test_parts_are_the_whole as test_parts_are_the_whole
+from test_backends import test_rows as test_rows
+from test_golden import CASES, check_case, name_of
+from torch import Tensor
+
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_distillation_loss, token_logprobs, use_backend
 
 pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -42,80 +34,45 @@ def poison_uninitialized_memory() -> None:
     poison()
 
 
-# --- against float64 --------------------------------------------------------------------------------------
-
-
-def _to(tree: Any, device: str) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
-
-
-def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its tensors moved to the device and its results moved back, differentiably."""
-
-    def there_and_back(*args: Any, **kwargs: Any) -> Any:
-        return _to(function(*_to(args, DEVICE), **_to(kwargs, DEVICE)), "cpu")
-
-    return there_and_back
+@pytest.fixture
+def backend(gpu_backend: str) -> str:
+    return gpu_backend
 
 
 @pytest.fixture
-def through_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (dapo_loss, policy_loss, linear_dapo_loss):
-        monkeypatch.setattr(entries, function.__name__, on_device(function))
+def device() -> str:
+    return DEVICE
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_in_float32(gpu_backend: str, through_device: None, name: str, layout: str) -> None:
-    changes = {"kl_coef": 0.1, "entropy_coef": 0.05}
-    case = logits_case(1031, lengths=(5, 1, 9, 4), seed=41)
-    for entry in LOGITS_ENTRIES:
-        check_float32(entry, case, name, layout=layout, weighted=True, **changes)
-        check_float32(entry, case, name, layout=layout, kl_coef=0.0, denominator=6.5)
-    linear = linear_case(517, 64, lengths=(5, 1, 9, 4), seed=44)
-    check_float32("linear", linear, name, layout=layout, weighted=True, **changes)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_golden_values(gpu_backend: str, case: dict[str, Any]) -> None:
+    for inplace in (False, True):
+        check_case(case, torch.float32, 3e-6, device=DEVICE, inplace_backward=inplace)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_in_half_precision(
-    gpu_backend: str, through_device: None, name: str, dtype: torch.dtype
-) -> None:
-    """Batch selections are handed in: rounded logits would decide ties another way than float64 does."""
-    o, keywords = options(name, kl_coef=0.1, entropy_coef=0.05)
-    logits = logits_case(1031, lengths=(5, 1, 9, 4), seed=41, dtype=dtype)
-    linear = linear_case(517, 64, lengths=(5, 1, 9, 4), seed=44, dtype=dtype)
-    for entry, case in (("logits", logits), ("inplace", logits), ("linear", linear)):
-        _, x = rows_of(case, o)
-        picked = batch_selection(x, o)
-        if o.clip_cov is not None:
-            picked = set(sorted(picked)[: share_down(x.live, o.clip_cov[0])])
-        selects = OBJECTIVES[name].batch_selection is not None
-        extra = {"selection": selection_mask(case, picked)} if selects else {}
-        truth = solve(case, o, selected=picked)
-        eager = solve(case, o, selected=picked, dtype=dtype)
-        out, grads = call(entry, case, name, ref_logprobs=case.ref_logprobs, **extra, **keywords)
-        as_accurate(out.loss, truth.loss, eager.loss, what=f"{entry} loss", scale=max(1.0, abs(float(truth.loss))))
-        for key, grad in grads.items():
-            as_accurate(grad, truth.grads[key], eager.grads[key], what=f"{entry} {key}", multiple=3.0)
-        if entry == "logits":
-            elementwise(grads["logits"], truth.grads["logits"], what="logits gradient", slack=1.05)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_a_distillation(gpu_backend: str, beta: float, dtype: torch.dtype) -> None:
-    """More rows than programs at a time, some of them masked; value and gradients against float64 on the CPU."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [0.0, 0.3, 1.0, "dapo", "gspo"])
+def test_from_hidden_states(gpu_backend: str, kind: float | str, dtype: torch.dtype) -> None:
+    """A loss, or a divergence at β, over three chunks and more rows than programs at a time, some of them masked; value
+    and gradients against float64 on the CPU.
+    """
     g = torch.Generator().manual_seed(46)
     shapes = {"hidden": (700, 64), "weight": (1031, 64), "ref_hidden": (700, 32), "ref_weight": (1031, 32)}
     made = {name: torch.randn(*shape, generator=g).to(dtype) / 3 for name, shape in shapes.items()}
-    mask = torch.rand(700, generator=g) > 0.2
+    mask, ids = torch.rand(700, generator=g) > 0.2, torch.randint(1031, (700,), generator=g)
+    advantages, bounds = torch.randn(700, generator=g), torch.tensor([0, 300, 700])
 
     def solve(to: Any) -> tuple[Tensor, ...]:
-        x = {name: value.to(to) for name, value in made.items()}
-        leaves = [x[name].requires_grad_() for name in ("hidden", "weight")]
-        out = linear_distillation_loss(*x.values(), mask=mask.to(leaves[0].device), beta=beta, ref_softcap=5.0)
-        return tuple(value.cpu() for value in (out.loss.detach(), *torch.autograd.grad(out.loss, leaves)))
+        leaves = [made[name].to(to).requires_grad_() for name in ("hidden", "weight")]
+        device = leaves[0].device
+        how: dict[str, Any] = {"mask": mask.to(device), "chunk_bytes": 256 * 1040 * dtype.itemsize}
+        if isinstance(kind, float):
+            ref = (made[name].to(to) for name in ("ref_hidden", "ref_weight"))
+            loss = linear_distillation_loss(*leaves, *ref, beta=kind, ref_softcap=5.0, **how).loss
+        else:
+            how |= {"objective": kind, "cu_seqlens": bounds.to(device), "softcap": 5.0}
+            loss = linear_dapo_loss(*leaves, ids.to(device), None, advantages.to(device), **how).loss
+        return tuple(value.cpu() for value in (loss.detach(), *torch.autograd.grad(loss, leaves)))
 
     with use_backend("torch"):
         truth, eager = solve(torch.float64), solve(dtype)

@@ -6,17 +6,19 @@ The truth is autograd in float64 over the kept logits alone, and ``policy_loss``
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, call_linear, call_logits, dtypes_of, linear_case, logits_case, logits_of, pad
-from no_device import NoWaiting
+from cases import Case, call_linear, call_logits, dtypes_of, linear_case, logits_case, logits_of, pad, unpad
+from no_device import NoWaiting, device_path
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from vocab_parallel import compare, options_of
 
 from dapo_kernels import (
     OBJECTIVES,
@@ -26,14 +28,12 @@ from dapo_kernels import (
     linear_preference_loss,
     linear_token_logprobs,
     policy_loss,
-    records,
     token_logprobs,
     use_backend,
 )
 from dapo_kernels.backends import available_backends, registry
-from dapo_kernels.engine import chunks, gradients, hidden
-from dapo_kernels.engine import kept as kept_module
-from dapo_kernels.objectives import aggregate
+from dapo_kernels.engine.kept import KeptTokens, TruncatedSupport
+from dapo_kernels.records import RowRequest, Slopes
 
 V, H, LENGTHS = 67, 12, (7, 0, 2, 12, 3)  # a sequence without tokens
 T = sum(LENGTHS)
@@ -46,13 +46,17 @@ CLOSE: dict[torch.dtype, dict[str, float]] = {
 }
 
 
-def kept_by(case: Case, seed: int = 1) -> Tensor:
-    """bool [T, V]: a third of the tokens keeps everything, one its target alone, the others between."""
-    generator = torch.Generator().manual_seed(seed)
+def kept_by(case: Case, garbage: bool = False) -> Tensor:
+    """bool [T, V]: a third of the tokens keeps everything, one its target alone, the others between. ``garbage``: all
+    leave something out.
+    """
+    generator = torch.Generator().manual_seed(1)
     share = torch.rand(T, 1, generator=generator)
     kept = torch.rand(T, V, generator=generator) < share
     kept[::3] = True
     kept[4] = False
+    if garbage:
+        kept[::3, :5] = False
     kept[torch.arange(T), case.target_ids] = True
     return kept
 
@@ -72,251 +76,188 @@ def stats_of(case: Case, leaves: dict[str, Tensor], kept: Tensor) -> tuple[Tenso
     return log_p.gather(1, case.target_ids[:, None])[:, 0], entropy
 
 
-def truth(case: Case, kept: Tensor, objective: Any, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    leaves = {name: x.double().requires_grad_() for name, x in case.fresh().items()}
-    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+def wide_leaves(case: Case) -> dict[str, Tensor]:
+    return {name: x.detach().to(torch.float64, copy=True).requires_grad_() for name, x in case.leaves.items()}
+
+
+def call(case: Case, objective: Any, **how: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss from hidden states or, without them, from logits."""
+    if "logits" not in case.leaves:
+        return call_linear(linear_dapo_loss, case, objective, **how)
+    out, grad = call_logits(dapo_loss, case, objective, **how)
+    return out, {"logits": grad}
+
+
+def check(case: Case, objective: Any, how: dict[str, Any] | None = None, **options: Any) -> None:
+    """Against the truth, with ``how`` for the call alone."""
+    kept, dtype = kept_by(case), next(iter(case.leaves.values())).dtype
+    if "generator" in options:
+        options["generator"].manual_seed(1)
+    got, grads = call(case, objective, sampling_mask=SamplingMask.from_kept(kept), entropy=True, **options, **how or {})
+    if "generator" in options:
+        options["generator"].manual_seed(1)
+    leaves = wide_leaves(case)
     logprobs, entropy = stats_of(case, leaves, kept)
     with use_backend("torch"):
         old, advantages = case.old_logprobs.double(), case.advantages.double()
-        out = policy_loss(logprobs, old, advantages, entropy=entropy, objective=objective, **options)
-    out.loss.backward()
-    return out, {name: x.grad for name, x in leaves.items() if x.grad is not None}
-
-
-def options_of(name: str, case: Case) -> dict[str, Any]:
-    given: dict[str, Any] = {"mask": case.mask, "cu_seqlens": case.cu_seqlens}
-    if OBJECTIVES[name].needs_reference:
-        given["ref_logprobs"] = case.ref_logprobs
-    if OBJECTIVES[name].aggregate == "seq-mean-token-sum-norm":
-        given["length_norm"] = 9
-    if name == "clip_cov":
-        given |= {"clip_cov": (0.3, -9.0, 9.0), "generator": torch.Generator().manual_seed(1)}
-    return given
-
-
-def alike(got: Any, expected: Any, grads: dict[str, Any], of_truth: dict[str, Tensor], dtype: torch.dtype) -> None:
-    close = CLOSE[torch.float32 if dtype != torch.float64 else dtype]
-    for a, b in ((got.loss, expected.loss), (got.logprobs, expected.logprobs), (got.entropy, expected.entropy)):
+        truth = policy_loss(logprobs, old, advantages, entropy=entropy, objective=objective, **options)
+    truth.loss.backward()
+    close = CLOSE[torch.float64 if dtype == torch.float64 else torch.float32]
+    for a, b in zip(got[:3], truth[:3], strict=True):
         torch.testing.assert_close(a.double(), b, **close)
-    for name, grad in of_truth.items():
-        torch.testing.assert_close(grads[name].double(), grad, **CLOSE[dtype])
-
-
-def check(case: Case, kept: Tensor, objective: Any, /, chunk_bytes: int | None = None, **options: Any) -> None:
-    lists = SamplingMask.from_kept(kept)
-    if "logits" in case.leaves:
-        in_place = {"inplace_backward": True} if chunk_bytes else {}
-        got, grad = call_logits(dapo_loss, case, objective, sampling_mask=lists, entropy=True, **options, **in_place)
-        grads: dict[str, Any] = {"logits": grad}
-        assert not grad[~kept].any()
-    else:
-        how = {"sampling_mask": lists, "entropy": True, "chunk_bytes": chunk_bytes}
-        got, grads = call_linear(linear_dapo_loss, case, objective, **how, **options)
-    if "generator" in options:
-        options["generator"].manual_seed(1)
-    expected, of_truth = truth(case, kept, objective, **options)
-    alike(got, expected, grads, of_truth, case.leaves[next(iter(case.leaves))].dtype)
+    for name, leaf in leaves.items():
+        if leaf.grad is not None:
+            torch.testing.assert_close(grads[name].double(), leaf.grad, **CLOSE[dtype])
+    if "logits" in grads:
+        assert not grads["logits"][~kept].any()
 
 
 def own(logprobs: Tensor, entropy: Tensor, tokens: Any) -> Tensor:
     return -tokens.advantages * (logprobs - tokens.old_logprobs).exp() - 0.1 * entropy
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_every_objective(backend: str, name: str) -> None:
-    for case in (hidden_case(seed=3), rows_case(seed=4)):
-        for chunk_bytes in (5 * V * 8, None):
-            check(case, kept_by(case), name, chunk_bytes, **options_of(name, case))
+# Of hidden states in one chunk and in several; of logits in a tensor of their own and in place.
+WAYS = [(hidden_case, {}), (hidden_case, {"chunk_bytes": 5 * V * 8}), (rows_case, {})]
+WAYS += [(rows_case, {"inplace_backward": True})]
 
 
-def test_entropy_bonus_and_a_function_of_the_callers(backend: str) -> None:
-    for case in (hidden_case(seed=5), rows_case(seed=6)):
-        for chunk_bytes in (1, None):
-            check(case, kept_by(case), "dapo", chunk_bytes, entropy_coef=0.1, mask=case.mask)
-            check(case, kept_by(case), own, chunk_bytes, mask=case.mask)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, own])
+def test_every_objective(backend: str, objective: Any) -> None:
+    for made, how in WAYS:
+        case = made(seed=3)
+        options = options_of(objective, case) if isinstance(objective, str) else {"mask": case.mask}
+        if objective == "clip_cov":
+            options |= {"clip_cov": (0.3, -9.0, 9.0), "generator": torch.Generator()}
+        if objective == "dapo":
+            options["entropy_coef"] = 0.1
+        check(case, objective, how, **options)
 
 
 def test_every_dtype(backend: str) -> None:
     for dtype in dtypes_of(backend):
-        case = rows_case(seed=7, dtype=dtype)
-        for in_place in (None, 1):
-            check(case, kept_by(case), "dapo", in_place, mask=case.mask, entropy_coef=0.1)
-    case = hidden_case(seed=7, dtype=torch.bfloat16)
-    expected, of_truth = truth(case, kept_by(case), "dapo", mask=case.mask)
-    how = {"sampling_mask": SamplingMask.from_kept(kept_by(case)), "mask": case.mask, "float32_logits": True}
-    got, grads = call_linear(linear_dapo_loss, case, "dapo", **how)
-    torch.testing.assert_close(got.logprobs.double(), expected.logprobs, atol=1e-5, rtol=1e-5)
-    for name, grad in of_truth.items():
-        close = {"atol": 2**-7 * float(grad.abs().max()), "rtol": 2**-7}
-        torch.testing.assert_close(grads[name].double(), grad, **close)  # type: ignore[union-attr]
+        for how in ({}, {"inplace_backward": True}):
+            check(rows_case(seed=7, dtype=dtype), "dapo", how, entropy_coef=0.1)
 
 
-def test_log_probs_and_entropies(backend: str) -> None:
-    """Of both entries, and the gradient of both results; padded as well."""
+@pytest.mark.parametrize("host_sync", [False, None])
+def test_the_path_of_a_device(backend: str, host_sync: bool | None) -> None:
+    """Where nothing is left out by looking: the lists of all tokens beside every chunk."""
+    for made, how in WAYS:
+        case = made(seed=18)
+        with device_path():
+            check(
+                case, "dapo", {**how, **({"host_sync": host_sync} if "hidden" in case.leaves else {})}, mask=case.mask
+            )
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 7 * V * 8])
+def test_log_probs_and_entropies(backend: str, chunk_bytes: int | None) -> None:
+    """Of both entries, and the gradient of both results; padded as well, and in place where hidden states are cut."""
     weights = torch.randn(2, T, generator=torch.Generator().manual_seed(2))
     width = max(LENGTHS)
     for case in (hidden_case(seed=9), rows_case(seed=9)):
-        kept = kept_by(case)
-        leaves = {name: x.detach().requires_grad_() for name, x in ((n, x.double()) for n, x in case.leaves.items())}
+        kept, leaves, given = kept_by(case), wide_leaves(case), case.fresh()
         expected = stats_of(case, leaves, kept)
-        sum((w * x).sum() for w, x in zip(weights.double(), expected, strict=True)).backward()
-        for in_place in (False, True):
-            given = case.fresh()
-            how: dict[str, Any] = {"entropy": True}
-            if "logits" in given:
-                lists = SamplingMask.from_kept(pad(kept, LENGTHS, width, True))
-                first: Any = (pad_of(given["logits"] * 1, width),)
-                ids, tau = pad(case.target_ids, LENGTHS, width, 0), pad(TEMPERATURE, LENGTHS, width, 1.0)
-                fn: Any = token_logprobs
-                how |= {"inplace_backward": in_place}
-            else:
-                lists, ids, tau, fn = SamplingMask.from_kept(kept), case.target_ids, TEMPERATURE, linear_token_logprobs
-                first = (given["hidden"], given["weight"])
-                how |= {"bias": given["bias"], "softcap": case.softcap, "chunk_bytes": 7 * V * 8 if in_place else None}
-            stats = fn(*first, ids, temperature=tau, sampling_mask=lists, **how)
-            got = [x if x.dim() == 1 else torch.cat([x[b, :n] for b, n in enumerate(LENGTHS)]) for x in stats]
-            sum((w * x).sum() for w, x in zip(weights, got, strict=True)).backward()
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a.double(), b, **CLOSE[torch.float32])
-            for name, leaf in leaves.items():
-                torch.testing.assert_close(given[name].grad.double(), leaf.grad, **CLOSE[torch.float32])  # type: ignore[union-attr]
-
-
-def pad_of(rows: Tensor, width: int) -> Tensor:
-    """``pad`` with a gradient."""
-    parts = rows.split(LENGTHS)
-    return torch.stack([torch.nn.functional.pad(x, (0, 0, 0, width - len(x))) for x in parts])
-
-
-def test_lists_of_one_token_teach_nothing(backend: str) -> None:
-    for case in (hidden_case(seed=10), rows_case(seed=10)):
-        lists = SamplingMask(case.target_ids, torch.arange(T + 1))
-        how: dict[str, Any] = {"sampling_mask": lists, "entropy_coef": 0.1}
-        if "logits" in case.leaves:
-            out, grad = call_logits(dapo_loss, case, "dapo", **how)
-            grads: dict[str, Any] = {"logits": grad}
+        sum((w * x).sum() for w, x in zip(weights.double(), expected, strict=True)).backward()  # type: ignore[union-attr]
+        if "logits" in given:
+            logits = torch.stack(
+                [torch.nn.functional.pad(x, (0, 0, 0, width - len(x))) for x in given["logits"].split(LENGTHS)]
+            )
+            ids, tau = pad(case.target_ids, LENGTHS, width, 0), pad(TEMPERATURE, LENGTHS, width, 1.0)
+            how: dict[str, Any] = {"temperature": tau, "inplace_backward": chunk_bytes is not None}
+            lists = SamplingMask.from_kept(pad(kept, LENGTHS, width, True))
+            stats = token_logprobs(logits, ids, sampling_mask=lists, entropy=True, **how)
+            got = [unpad(x, LENGTHS) for x in stats if x is not None]
         else:
-            out, grads = call_linear(linear_dapo_loss, case, "dapo", **how)
-        assert not out.logprobs.any()
-        assert not out.entropy.any()
-        assert not any(grad.any() for grad in grads.values())
+            how = {"bias": given["bias"], "softcap": case.softcap, "temperature": TEMPERATURE}
+            how |= {"sampling_mask": SamplingMask.from_kept(kept), "chunk_bytes": chunk_bytes, "entropy": True}
+            got = list(linear_token_logprobs(given["hidden"], given["weight"], case.target_ids, **how))  # type: ignore[arg-type]
+        sum((w * x).sum() for w, x in zip(weights, got, strict=True)).backward()  # type: ignore[union-attr]
+        for a, b in (*zip(got, expected, strict=True), *((given[n].grad, leaf.grad) for n, leaf in leaves.items())):
+            assert a is not None
+            torch.testing.assert_close(a.double(), b, **CLOSE[torch.float32])
 
 
-def test_whole_and_absent_lists_are_no_mask(backend: str) -> None:
-    """Whole ones within the rounding of a sum, absent ones to the bit but for the sum over tokens."""
+@pytest.mark.parametrize("made", [hidden_case, rows_case])
+def test_special_lists(backend: str, made: Any) -> None:
+    """Of the target alone: nothing to learn. Of every token: as without, within the rounding of a sum. Absent: to the
+    bit, but for the sum over tokens.
+    """
+    case = made(seed=10)
+    how: dict[str, Any] = {"mask": case.mask, "entropy_coef": 0.1}
+    alone, nothing = call(case, "dapo", sampling_mask=SamplingMask(case.target_ids, torch.arange(T + 1)), **how)
+    assert not any(x.any() for x in (alone.logprobs, alone.entropy, *nothing.values()))
+    plain, truth = call(case, "dapo", **how)
     whole = SamplingMask(torch.arange(V).repeat(T), torch.arange(T + 1) * V)
     absent = SamplingMask.from_lists([[]] * T)
-    for case in (hidden_case(seed=11), rows_case(seed=11)):
-        fn: Any = dapo_loss if "logits" in case.leaves else linear_dapo_loss
-        call: Any = call_logits if "logits" in case.leaves else call_linear
-        how: dict[str, Any] = {"mask": case.mask, "entropy_coef": 0.1}
-        plain, truth = call(fn, case, "dapo", **how)
-        for lists, close in ((whole, CLOSE[torch.float32]), (absent, {"atol": 0.0, "rtol": 0.0})):
-            got, grads = call(fn, case, "dapo", sampling_mask=lists, **how)
-            torch.testing.assert_close(got.loss, plain.loss, **CLOSE[torch.float32])
-            for a, b in zip(got[1:3], plain[1:3], strict=True):
-                torch.testing.assert_close(a, b, **close)
-            torch.testing.assert_close(grads, truth, **close)
+    for lists, close in ((whole, CLOSE[torch.float32]), (absent, {"atol": 0.0, "rtol": 0.0})):
+        got, grads = call(case, "dapo", sampling_mask=lists, **how)
+        torch.testing.assert_close(got.loss, plain.loss, **CLOSE[torch.float32])
+        torch.testing.assert_close((*got[1:3], *grads.values()), (*plain[1:3], *truth.values()), **close)
 
 
 def test_what_was_not_kept_may_hold_anything(backend: str) -> None:
+    """Nor do the columns behind a padded vocabulary matter. What was kept and is not finite shows."""
     case = rows_case(seed=12)
-    kept = kept_by(case)
-    kept[::3, :5] = False
-    kept[torch.arange(T), case.target_ids] = True
+    kept = kept_by(case, garbage=True)
     lists = SamplingMask.from_kept(kept)
     garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(T * V).view(T, V) % 3]
-    spoilt = replace(case, leaves={"logits": torch.where(kept, case.leaves["logits"], garbage)})
-    for in_place in (False, True):
-        how: dict[str, Any] = {"sampling_mask": lists, "inplace_backward": in_place, "entropy_coef": 0.1}
-        (a, grad), (b, same) = (call_logits(dapo_loss, x, "dapo", **how) for x in (case, spoilt))
-        assert torch.equal(a.loss, b.loss)
-        assert torch.equal(grad, same)
-    # A kept one that is NaN shows.
-    spoilt.leaves["logits"][1, case.target_ids[1]] = math.nan
-    assert token_logprobs(spoilt.leaves["logits"], case.target_ids, sampling_mask=lists).logprobs[1].isnan()
-
-
-def test_a_token_alone_that_is_not_finite_shows(backend: str) -> None:
-    mask = SamplingMask.from_lists([[1]] * 3)
+    rows = torch.where(kept, case.leaves["logits"], garbage)
+    wide = torch.cat([rows, torch.full((T, 3), math.nan)], 1)
+    for how in ({}, {"inplace_backward": True}):
+        how |= {"sampling_mask": lists, "entropy_coef": 0.1}
+        a, expected = call(case, "dapo", **how)
+        for logits, valid in ((rows, None), (wide, V)):
+            b, grads = call(replace(case, leaves={"logits": logits}), "dapo", valid_vocab=valid, **how)
+            assert torch.equal(a.loss, b.loss)
+            assert torch.equal(grads["logits"][:, :V], expected["logits"])
+            assert not grads["logits"][:, V:].any()
+    rows[1, case.target_ids[1]] = math.nan
+    assert token_logprobs(rows, case.target_ids, sampling_mask=lists).logprobs[1].isnan()
     for dtype in dtypes_of(backend):
-        logits = torch.tensor([[0.0, math.nan], [0.0, math.inf], [0.0, -math.inf]], dtype=dtype)
-        assert token_logprobs(logits, torch.ones(3).long(), sampling_mask=mask).logprobs.isnan().all()
+        alone = torch.tensor([[0.0, math.nan], [0.0, math.inf], [0.0, -math.inf]], dtype=dtype)
+        only = SamplingMask.from_lists([[1]] * 3)
+        assert token_logprobs(alone, torch.ones(3).long(), sampling_mask=only).logprobs.isnan().all()
 
 
-def test_ids_of_any_stride(backend: str) -> None:
-    case = rows_case(seed=20)
-    lists = SamplingMask.from_kept(kept_by(case))
-    ids = lists.ids.long().repeat_interleave(2)[::2]
-    a, b = (
-        token_logprobs(case.leaves["logits"], case.target_ids, sampling_mask=SamplingMask(x, lists.offsets)).logprobs
-        for x in (lists.ids, ids)
-    )
-    assert torch.equal(a, b)
-
-
-def test_dead_tokens_may_keep_anything(backend: str) -> None:
+def test_ids_of_any_stride_and_dead_tokens_lists_of_anything(backend: str) -> None:
     case = hidden_case(seed=13)
-    kept = kept_by(case)
-    lists = [row.nonzero()[:, 0].tolist() for row in kept]
-    wrong = [[-7, 5, 5, 10**6] if not live else some for some, live in zip(lists, case.mask.tolist(), strict=True)]
-    results = []
-    for given in (lists, wrong):
-        how = {"sampling_mask": SamplingMask.from_lists(given), "mask": case.mask}
-        results.append(call_linear(linear_dapo_loss, case, "dapo", **how))
-    (a, grads), (b, same) = results
-    assert torch.equal(a.loss, b.loss)
-    assert all(torch.equal(grads[name], same[name]) for name in grads)
-
-
-def test_padded_heads_and_no_tokens_at_all(backend: str) -> None:
-    case = rows_case(seed=14)
-    lists = SamplingMask.from_kept(kept_by(case))
-    more = torch.full((T, 3), math.nan)
-    wide = replace(case, leaves={"logits": torch.cat([case.leaves["logits"], more], 1)})
-    for in_place in (False, True):
-        how: dict[str, Any] = {"sampling_mask": lists, "inplace_backward": in_place}
-        a, truth = call_logits(dapo_loss, case, "dapo", **how)
-        b, grad = call_logits(dapo_loss, wide, "dapo", valid_vocab=V, **how)
+    rows = [row.nonzero()[:, 0].tolist() for row in kept_by(case)]
+    lists = SamplingMask.from_lists(rows)
+    strided = lists._replace(ids=lists.ids.long().repeat_interleave(2)[::2])
+    live = case.mask.tolist()
+    wrong = SamplingMask.from_lists([row if ok else [-7, 5, 5, 10**6] for row, ok in zip(rows, live, strict=True)])
+    a, grads = call(case, "dapo", sampling_mask=lists, mask=case.mask)
+    for other in (strided, wrong):
+        b, same = call(case, "dapo", sampling_mask=other, mask=case.mask)
         assert torch.equal(a.loss, b.loss)
-        assert torch.equal(grad[:, :V], truth)
-        assert not grad[:, V:].any()
-    empty = torch.zeros(0, H, requires_grad=True)
-    nothing = torch.zeros(0)
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+
+
+def test_no_tokens_at_all(backend: str) -> None:
+    empty, nothing = torch.zeros(0, H, requires_grad=True), torch.zeros(0)
     lists = SamplingMask.from_lists([])
     out = linear_dapo_loss(empty, torch.ones(V, H), nothing.long(), nothing, nothing, sampling_mask=lists)
     out.loss.backward()
     assert out.loss == 0
 
 
-def test_parts_of_the_gradient_leave_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = hidden_case(seed=15)
-    lists = SamplingMask.from_kept(kept_by(case))
-    results = []
-    for size in (2**14, 7):
-        monkeypatch.setattr(kept_module, "_PART", size)
-        with use_backend("torch"):
-            _, grads = call_linear(linear_dapo_loss, case, "dapo", sampling_mask=lists, entropy_coef=0.1)
-        results.append(grads)
-    for name, grad in results[0].items():
-        assert torch.equal(grad, results[1][name]), name  # type: ignore[arg-type]
-
-
-def test_a_softcap_of_16_bits_rounds_once(backend: str) -> None:
-    """Capped in float32: rounded again, log-probs were off by 8e-4."""
-    case = linear_case(V, H, LENGTHS, softcap=3.0, temperature=TEMPERATURE, seed=21, dtype=torch.bfloat16)
-    kept = kept_by(case)
-    kept[::3, :5] = False
-    kept[torch.arange(T), case.target_ids] = True
-    how: dict[str, Any] = {"softcap": 3.0, "temperature": TEMPERATURE, "sampling_mask": SamplingMask.from_kept(kept)}
-    given = (case.leaves["hidden"], case.leaves["weight"], case.target_ids)
+def test_16_bits_round_once(backend: str) -> None:
+    """A softcap applied in float32: rounded again, log-probs were off by 8e-4. And float32 logits."""
+    case = hidden_case(seed=21, dtype=torch.bfloat16)
+    kept = kept_by(case, garbage=True)
+    how: dict[str, Any] = {"sampling_mask": SamplingMask.from_kept(kept), "mask": case.mask}
     with use_backend("torch"):
-        expected = linear_token_logprobs(*given, **how).logprobs
-    torch.testing.assert_close(linear_token_logprobs(*given, **how).logprobs, expected, atol=1e-5, rtol=1e-5)
+        expected, _ = call(case, "dapo", **how)
+    torch.testing.assert_close(call(case, "dapo", **how)[0].logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+    leaves = wide_leaves(case)
+    truth = torch.where(case.mask, stats_of(case, leaves, kept)[0], 0.0)
+    got, _ = call(case, "dapo", float32_logits=True, **how)
+    torch.testing.assert_close(got.logprobs.double(), truth.detach(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("n_rows", [3, 40])
-def test_lists_longer_than_a_kernels_block(backend: str, n_rows: int) -> None:
+@pytest.mark.parametrize("n_rows", [3, 20])
+def test_lists_longer_than_a_kernels_block(backend: str, restore_threads: None, n_rows: int) -> None:
     """Of 1 to 9000 tokens, one beside the other, peaked, in any order; the same bits on one thread."""
     vocab, lengths = 9000, [1, 2048, 2049, 9000, 5001, 0]
     generator = torch.Generator().manual_seed(19)
@@ -325,27 +266,24 @@ def test_lists_longer_than_a_kernels_block(backend: str, n_rows: int) -> None:
     lists = [torch.randperm(vocab, generator=generator)[: lengths[row % len(lengths)]] for row in range(n_rows)]
     mask = SamplingMask.from_lists([row.tolist() for row in lists])
     target_ids = torch.tensor([int(row[len(row) // 2]) if len(row) else 7 for row in lists])
-    weights = torch.randn(2, n_rows, generator=generator)
-    exact = logits.double().requires_grad_()
     kept = torch.zeros(n_rows, vocab, dtype=torch.bool)
     for row, ids in zip(kept, lists, strict=True):
         row[ids if len(ids) else slice(None)] = True
-    log_p = exact.masked_fill(~kept, -math.inf).log_softmax(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
-    expected = log_p.gather(1, target_ids[:, None])[:, 0], entropy
-    sum((w * x).sum() for w, x in zip(weights.double(), expected, strict=True)).backward()
+    case = replace(rows_case(), leaves={"logits": logits}, temperature=1.0, target_ids=target_ids)
+    exact, weights = wide_leaves(case), torch.randn(2, n_rows, generator=generator)
+    expected = stats_of(case, exact, kept)
+    sum((w * x).sum() for w, x in zip(weights.double(), expected, strict=True)).backward()  # type: ignore[union-attr]
     results = []
-    threads = torch.get_num_threads()
-    for n_threads in (1, threads):
+    for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
         leaf = logits.clone().requires_grad_()
         stats = token_logprobs(leaf, target_ids, entropy=True, sampling_mask=mask)
-        sum((w * x).sum() for w, x in zip(weights, stats, strict=True)).backward()
-        for a, b in (*zip(stats, expected, strict=True), (leaf.grad, exact.grad)):
+        sum((w * x).sum() for w, x in zip(weights, stats, strict=True)).backward()  # type: ignore[union-attr,operator]
+        results.append([*stats, leaf.grad])
+        for a, b in zip(results[-1], (*expected, exact["logits"].grad), strict=True):
+            assert a is not None
             torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
-        results.append((*stats, leaf.grad))
-    torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by", ["cpp", "torch"])
@@ -355,7 +293,7 @@ def test_repeated_ids_are_found(by: str) -> None:
         pytest.skip("not built")
     find = registry.backend(by).find_repeated  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(3)
-    for seed in range(200):
+    for seed in range(100):
         counts = torch.randint(0, 9, (6,), generator=generator)
         ids = torch.randint(-2, 40, (int(counts.sum()),), generator=generator)
         ids[ids == 39] = 2**40
@@ -373,53 +311,38 @@ def test_repeated_ids_are_found(by: str) -> None:
             assert int(ids[at]) in rows[row][: at - int(offsets[row])]
 
 
-def test_the_compiler_sees_through() -> None:
-    case = hidden_case(seed=15)
-    lists = SamplingMask.from_kept(kept_by(case))
-
-    def loss(hidden: Tensor, logits: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-        mask = SamplingMask(ids, offsets)
-        given: Any = (case.target_ids, case.old_logprobs, case.advantages)
-        of_hidden = linear_dapo_loss(hidden, case.leaves["weight"], *given, sampling_mask=mask).loss
-        return of_hidden + token_logprobs(logits, case.target_ids, sampling_mask=mask).logprobs.sum()
-
-    results = []
-    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaves = [case.leaves["hidden"].clone().requires_grad_(), rows_case(seed=15).fresh()["logits"]]
-        run(*leaves, *lists).backward()
-        results.append([x.grad for x in leaves])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)  # type: ignore[arg-type]
-
-
-def test_refusals() -> None:
-    case, rows = hidden_case(seed=16), rows_case(seed=16)
-    whole = [[*range(V)]] * T
-    target = int(case.target_ids[4])
-    missing, twice, outside, padded = (list(whole) for _ in range(4))
-    missing[4] = [x for x in range(V) if x != target]
-    twice[4] = [target, 3, 9, 3]
-    outside[4] = [target, V]
-    padded[4] = [target, -1, -1]
+def wrong_lists(case: Case) -> list[tuple[Any, type[Exception], str]]:
+    """What is refused, and the values or names in the message."""
+    whole, target = [[*range(V)]] * T, int(case.target_ids[4])
     good = SamplingMask.from_lists(whole)
-    for lists, kind, words in (
-        (SamplingMask.from_lists(missing), ValueError, f"token 4 .*{target} .*{V - 1}"),
-        (SamplingMask.from_lists(twice), ValueError, "3 twice.*token 4"),
-        (SamplingMask.from_lists(outside), IndexError, rf"token 4 .*{V}, .*\[0, V\)"),
-        (SamplingMask.from_lists(padded), IndexError, r"token 4 .* -1, .*\[0, V\)"),
+
+    def fourth(ids: list[int]) -> SamplingMask:
+        return SamplingMask.from_lists([*whole[:4], ids, *whole[5:]])
+
+    return [
+        (fourth([x for x in range(V) if x != target]), ValueError, f"4 .*{target} .*{V - 1}"),
+        (fourth([target, *{3, 9} - {target}, 9 if target == 3 else 3]), ValueError, "token 4"),
+        (fourth([target, V]), IndexError, rf"4 .*{V}, .*\[0, V\)"),
+        (fourth([target, -1, -1]), IndexError, r"4 .* -1, .*\[0, V\)"),
         (SamplingMask.from_lists(whole[1:]), ValueError, rf"offsets .*\[{T + 1}\].*\[{T}\]"),
         (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets .*K="),
         (good._replace(ids=good.ids.float()), TypeError, "ids .*torch.float32"),
         (good.ids, TypeError, "sampling_mask .*Tensor"),
-    ):
-        with pytest.raises(kind, match=words):
-            call_linear(linear_dapo_loss, case, "dapo", sampling_mask=lists, chunk_bytes=1)
-        rows.target_ids = case.target_ids
-        with pytest.raises(kind, match=words):
-            call_logits(dapo_loss, rows, "dapo", sampling_mask=lists)
-    given: Any = (case.leaves["hidden"], case.leaves["weight"], case.target_ids, None)
+    ]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_lists_that_do_not_fit(at: int) -> None:
+    for case in (hidden_case(seed=16), rows_case(seed=16)):
+        lists, kind, named = wrong_lists(case)[at]
+        with pytest.raises(kind, match=named):
+            call(case, "dapo", sampling_mask=lists, **({"chunk_bytes": 1} if "hidden" in case.leaves else {}))
+
+
+def test_where_there_are_no_lists() -> None:
+    given: Any = (torch.zeros(T, H), torch.zeros(V, H), torch.zeros(T).long(), None)
     with pytest.raises(TypeError, match="'sampling_mask'"):
-        linear_preference_loss(*given, cu_seqlens=case.cu_seqlens, pairs=torch.tensor([[0, 2]]), sampling_mask=good)
+        linear_preference_loss(*given, pairs=torch.tensor([[0, 2]]), sampling_mask=SamplingMask.from_lists([[0]] * T))
     with pytest.raises(TypeError, match="kept"):
         SamplingMask.from_kept(torch.ones(T, V))
 
@@ -427,35 +350,10 @@ def test_refusals() -> None:
 # --- as on a GPU ------------------------------------------------------------------------------------------
 
 
-def test_the_path_of_a_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is left out by looking: the lists of all tokens beside every chunk."""
-    for module in (aggregate, chunks, gradients, hidden, kept_module, records):
-        monkeypatch.setattr(module, "on_host", lambda x: False)
-    for case in (hidden_case(seed=18), rows_case(seed=18)):
-        for host_sync in (False, None):
-            more = {} if "logits" in case.leaves else {"host_sync": host_sync}
-            lists = SamplingMask.from_kept(kept_by(case))
-            how: dict[str, Any] = {"sampling_mask": lists, "entropy": True, "mask": case.mask, **more}
-            expected, of_truth = truth(case, kept_by(case), "dapo", mask=case.mask)
-            if "logits" in case.leaves:
-                got, grad = call_logits(dapo_loss, case, "dapo", inplace_backward=True, **how)
-                grads: dict[str, Any] = {"logits": grad}
-            else:
-                got, grads = call_linear(linear_dapo_loss, case, "dapo", chunk_bytes=5 * V * 8, **how)
-            alike(got, expected, grads, of_truth, torch.float32)
-
-
 class CountAdditions(TorchDispatchMode):
     """The most additions or maxima of one operation on one address: on a GPU those wait for each other."""
 
     most = 0
-
-    def within(self, method: Any) -> Any:
-        def counted(*args: Any, **keywords: Any) -> Any:
-            with self:
-                return method(*args, **keywords)
-
-        return counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
@@ -467,39 +365,39 @@ class CountAdditions(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def test_what_a_chunk_leaves_out_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [slice(6, 12), torch.tensor([1, 4, 9, 10, 20, 23])], ids=["slice", "tensor"])
+def test_what_a_chunk_leaves_out_does_not_pile_up(rows: slice | Tensor) -> None:
     """On a device the tokens kept in other chunks stand beside every chunk. They add nothing, each at another place."""
-    for module in (aggregate, chunks, gradients, hidden, kept_module, records):
-        monkeypatch.setattr(module, "on_host", lambda x: False)
-    case, rows = hidden_case(seed=18), 6
+    case = rows_case(seed=18)
     kept = kept_by(case)
-    lists = SamplingMask.from_kept(kept)
-    longest, spread = int(lists.offsets.diff().max()), -(-len(lists.ids) // rows)
-    assert longest + spread < len(lists.ids) / 2
-    counted = CountAdditions()
-    for name in ("row_stats", "row_grad", "row_loss_"):  # where operators run, a mode around the call sees nothing
-        monkeypatch.setattr(kept_module.KeptTokens, name, counted.within(getattr(kept_module.KeptTokens, name)))
-    with use_backend("torch"):
-        how: dict[str, Any] = {"sampling_mask": lists, "entropy": True, "chunk_bytes": rows * 72 * 8}
-        got, grads = call_linear(linear_dapo_loss, case, "dapo", host_sync=False, mask=case.mask, **how)
+    of, ids = kept.nonzero().unbind(1)
+    longest, spread = int(kept.sum(1).max()), -(-len(ids) // 6)
+    assert longest + spread < len(ids) / 2
+    live = torch.ones(T, dtype=torch.bool)
+    request = RowRequest(case.target_ids, live, 1.0, TEMPERATURE, True, False, live, ids, of)
+    by, logits = registry.backend("torch"), case.leaves["logits"]
+    slopes = Slopes(torch.ones(T), torch.ones(T))
+    truth = KeptTokens(by, request).row_stats(logits, request)
+    with device_path(), CountAdditions() as counted:
+        chunk = request.at(rows)
+        stats = KeptTokens(by, chunk).row_stats(logits[rows].clone(), chunk)
+        gradient = torch.empty_like(logits[rows])
+        KeptTokens(by, chunk).row_grad(gradient, logits[rows].clone(), chunk, stats, slopes.at(rows))
     assert longest <= counted.most <= longest + spread
-    expected, of_truth = truth(case, kept, "dapo", mask=case.mask)
-    alike(got, expected, grads, of_truth, torch.float32)
+    torch.testing.assert_close(stats.logprobs, truth.logprobs[rows])
+    assert torch.equal(gradient != 0, kept[rows] & (gradient != 0))
 
 
 def test_ids_of_other_ranks_do_not_pile_up() -> None:
     """Of the columns a rank has one of: the others' ids are spread over its own."""
-    request = records.RowRequest(
-        torch.tensor([3]), torch.tensor([True]), 1.0, None, True, True,
-        torch.tensor([True]), torch.arange(-40, 60), torch.zeros(100, dtype=torch.int64),
-    )  # fmt: skip
-    found = kept_module.TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
-    assert found.ids[found.here].tolist() == list(range(20))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_module, "on_host", lambda x: False)
-        spread = kept_module.TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
-    assert spread.ids[spread.here].tolist() == list(range(20))
-    assert spread.ids.bincount().tolist() == [5] * 20
+    live = torch.tensor([True])
+    lists = (live, torch.arange(-40, 60), torch.zeros(100, dtype=torch.int64))
+    request = RowRequest(torch.tensor([3]), live, 1.0, None, True, True, *lists)
+    for path, counts in ((nullcontext(), [1] * 20), (device_path(), [5] * 20)):
+        with path:
+            found = TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
+        assert found.ids[found.here].tolist() == list(range(20))
+        assert found.ids.bincount().tolist() == counts
 
 
 def test_nothing_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,35 +423,17 @@ def test_nothing_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a vocabulary that ranks share ------------------------------------------------------------------------
 
 
-def shared(_rank: int) -> None:
+def shared(rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     for cut in ((34, 33), (66, 1), (67, 0)):
-        mine = slice(*((0, cut[0]) if group.rank() == 0 else (cut[0], V)))
-        for case in (hidden_case(seed=17), rows_case(seed=17)):
-            lists = SamplingMask.from_kept(kept_by(case))
-            for objective, more in (("dapo", {"entropy_coef": 0.1}), ("gspo", {"cu_seqlens": case.cu_seqlens})):
-                how: dict[str, Any] = {"sampling_mask": lists, "mask": case.mask, "entropy": True, **more}
-                if "logits" in case.leaves:
-                    part = replace(case, leaves={"logits": case.leaves["logits"][:, mine]})
-                    expected, whole = call_logits(dapo_loss, case, objective, **how)
-                    got, grad = call_logits(dapo_loss, part, objective, group=group, **how)
-                    pairs: list[Any] = [(grad, whole[:, mine])]
-                else:
-                    leaves = {name: x if name == "hidden" else x[mine] for name, x in case.leaves.items()}
-                    how |= {"chunk_bytes": 5 * V * 8}
-                    expected, truth = call_linear(linear_dapo_loss, case, objective, **how)
-                    got, grads = call_linear(
-                        linear_dapo_loss, replace(case, leaves=leaves), objective, group=group, **how
-                    )
-                    pairs = [(grads[n], g if n == "hidden" else g[mine]) for n, g in truth.items() if g is not None]
-                for a, b in (*zip(got[:3], expected[:3], strict=True), *pairs):
-                    torch.testing.assert_close(a, b, **CLOSE[torch.float32])
-    lists = SamplingMask.from_lists(
-        [[int(x), *([] if int(x) == group.rank() else [group.rank()])] for x in case.target_ids]
-    )
-    with pytest.raises(ValueError, match="target_ids and mask"):
-        call_logits(dapo_loss, case, "dapo", sampling_mask=lists, group=group)
+        for case, more in ((hidden_case(seed=17), {"chunk_bytes": 5 * V * 8}), (rows_case(seed=17), {})):
+            how: dict[str, Any] = {"mask": case.mask, "sampling_mask": SamplingMask.from_kept(kept_by(case)), **more}
+            compare(group, case, cut, "dapo", entropy_coef=0.1, **how)
+            compare(group, case, cut, "gspo", cu_seqlens=case.cu_seqlens, entropy=True, **how)
+    differing = [[int(x), *([] if int(x) == rank else [rank])] for x in case.target_ids]
+    with pytest.raises(ValueError, match="target_ids"):
+        call(case, "dapo", sampling_mask=SamplingMask.from_lists(differing), group=group)
 
 
 @pytest.mark.ranks

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
 
-from dapo_kernels import OBJECTIVES
-from dapo_kernels.backends import triton
+from rows import OPTIONS, problem, random_rows
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from dapo_kernels.backends import residency, triton
 from dapo_kernels.backends.divergence import Distance
-from dapo_kernels.backends.triton import divergence, kernels
-from dapo_kernels.objectives.surrogate import ObjectiveScalars
-from dapo_kernels.records import RowRequest, Slopes, Tokens
+from dapo_kernels.backends.triton import divergence
+from dapo_kernels.records import RowRequest, Slopes
+
+H100 = GPUTarget("cuda", 90, 32)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def bfloat16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def test_the_launch_follows_the_row_alone() -> None:
@@ -27,76 +40,68 @@ def test_the_launch_follows_the_row_alone() -> None:
         (2, 2): 4, (2, 4): 4, (6144, 2): 4, (6144, 4): 8, (6145, 2): 8, (6145, 4): 16,
         (32_000, 2): 32, (32_000, 4): 32, (151_936, 2): 32, (151_936, 4): 32,
     }  # fmt: skip
-    shape = triton._shape(torch.empty(1, 151_936, dtype=torch.bfloat16))
-    assert shape == {"BLOCK_V": 16_384, "VEC": 8, "HAS_REST": False, "num_warps": 32}
-    odd = triton._shape(torch.empty(1, 151_937, dtype=torch.bfloat16))
-    assert odd == {"BLOCK_V": 8_192, "VEC": 1, "HAS_REST": False, "num_warps": 32}
-    assert triton._shape(torch.empty(1, 40)[:, :37])["BLOCK_V"] == 64
-    assert triton._shape(torch.empty(1, 37))["BLOCK_V"] == 64
-    assert triton._shape(torch.empty(1, 8, dtype=torch.bfloat16)[:, :2])["BLOCK_V"] == 128  # 16 running sums
+    even, odd = ({"VEC": vec, "HAS_REST": False, "num_warps": 32} for vec in (8, 1))
+    assert triton._shape(bfloat16(1, 151_936)) == {"BLOCK_V": 16_384, **even}
+    assert triton._shape(bfloat16(1, 151_937)) == {"BLOCK_V": 8_192, **odd}
+    small = (torch.empty(1, 40)[:, :37], torch.empty(1, 37), bfloat16(1, 8)[:, :2])
+    assert [triton._shape(rows)["BLOCK_V"] for rows in small] == [64, 64, 128]  # 16 running sums
+    # What Triton specializes on.
+    vocabs = {1: True, 15: True, 16: False, 50_256: False, 50_257: True, 50_264: True, 50_272: False}
+    assert {v: triton._shape(torch.empty(1, 50_272)[:, :v])["HAS_REST"] for v in vocabs} == vocabs
 
 
-def test_the_launch_says_what_triton_specializes_on() -> None:
-    vocabs = (1, 15, 16, 50_256, 50_257, 50_264, 50_272)
-    rests = {v: triton._shape(torch.empty(1, 50_272)[:, :v])["HAS_REST"] for v in vocabs}
-    assert rests == {1: True, 15: True, 16: False, 50_256: False, 50_257: True, 50_264: True, 50_272: False}
-
-
-def test_rows_are_aligned_where_all_start_on_16_bytes() -> None:
-    flat = torch.empty(4096, dtype=torch.bfloat16)
-    rows = {
-        "even": flat[:512].view(4, 128),
-        "a multiple of 8 is enough": flat[: 4 * 24].view(4, 24),
-        "odd": flat[: 4 * 37].view(4, 37),
-        "padded": flat[:160].view(4, 40)[:, :37],
-        "shifted": flat[1:513].view(4, 128),
-        "odd outer stride": flat.as_strided((2, 3, 64), (259, 64, 1)),
-        "transposed back": flat[:512].view(2, 4, 64).transpose(0, 1),
-    }
-    found = {name: triton._shape(x)["VEC"] > 1 for name, x in rows.items()}
-    unaligned = {"odd", "shifted", "odd outer stride"}
-    assert found == {name: name not in unaligned for name in rows}
-    assert triton._shape(rows["even"], rows["odd"])["VEC"] == 1  # of both
+@pytest.mark.parametrize(
+    ("rows", "aligned"),
+    [
+        (bfloat16(4, 128), True),
+        (bfloat16(4, 24), True),  # a multiple of 8 is enough
+        (bfloat16(4, 37), False),
+        (bfloat16(4, 40)[:, :37], True),
+        (bfloat16(513)[1:].view(4, 128), False),
+        (bfloat16(4096).as_strided((2, 3, 64), (259, 64, 1)), False),
+        (bfloat16(2, 4, 64).transpose(0, 1), True),
+    ],
+)
+def test_rows_are_aligned_where_all_start_on_16_bytes(rows: Tensor, aligned: bool) -> None:
+    assert (triton._shape(rows)["VEC"] > 1) is aligned
+    assert (triton._shape(bfloat16(4, 128), rows)["VEC"] > 1) is aligned  # of both
 
 
 def test_warps_of_64_threads_are_half_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "MAX_WARPS", 16)
-    assert [triton._shape(torch.empty(1, v))["num_warps"] for v in (37, 12_288, 151_936)] == [4, 16, 16]
+    """On AMD's GPUs: the module as a ROCm build of torch imports it."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    spec = importlib.util.find_spec("dapo_kernels.backends.triton")
+    assert spec is not None
+    assert spec.loader is not None
+    amd: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(amd)
+    assert [amd._shape(torch.empty(1, v))["num_warps"] for v in (37, 12_288, 151_936)] == [4, 16, 16]
 
 
 def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own key of a launch, at batches of other sizes, layouts and positions in memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
+    backend, keys = make_backend(H100), dict[str, set[str]]()
 
-    if not hasattr(kernels.row_loss_kernel, "params"):
-        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    keys: dict[str, set[str]] = {}
-
-    def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **meta: Any) -> None:
+    def bound(kernel: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> None:
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        _, specialization, _ = bind(*args, **meta)
-        keys.setdefault(kernel.__name__, set()).add(str(specialization))
+        keys.setdefault(kernel.__name__, set()).add(str(bind(*args, **meta)[1]))
 
-    monkeypatch.setattr(triton, "launch", launch)
-    scalars = ObjectiveScalars.of(OBJECTIVES["grpo"])
+    monkeypatch.setattr(JITFunction, "run", bound)
+    p = problem(random_rows(512, torch.bfloat16), **OPTIONS["entropy"])
     for shape in ((1,), (2,), (16,), (31,), (1, 1), (2, 16), (3, 5)):
         for first in (0, 1, 3):  # per-token tensors that start anywhere
             n = torch.Size(shape).numel()
-            per_token = torch.zeros(n + first)[first:]
-            ids = torch.zeros(n + first, dtype=torch.int64)[first:]
-            live = torch.ones(n + first, dtype=torch.bool)[first:]
+            at = (torch.arange(n + first) % 7)[first:]
             logits = torch.zeros(*shape, 512, dtype=torch.bfloat16)
             if shape == (1, 1):  # as in a padded batch beyond 2³¹ elements
                 logits = logits.as_strided((1, 1, 512), (2**32, 512, 1))
-            tokens = Tokens(live, *(per_token,) * 4, None)
+            request, tokens = p.request.at(at), p.tokens.at(at)
+            per_token = torch.zeros(n + first)[first:]
             for low in (0.2, 1):  # an int is a number too
-                some = scalars._replace(clip_low=low, entropy_coef=0.1)
-                triton.row_loss_(logits, RowRequest(ids, live, 1.0, per_token + 1, True), tokens, some)
+                some = p.scalars._replace(clip_low=low)
+                triton.row_loss_(logits, request, tokens, some)
                 triton.token_loss(per_token, per_token, tokens, some)
-            request = RowRequest(ids, live, 1.0, None, True)
+            request = RowRequest(request.target_ids, request.live, 1.0, None, True)
             stats = triton.row_stats(logits, request)
             triton.row_grad(logits, logits, request, stats, Slopes(per_token, per_token))
     # One layout each, [N, V]; the padded one differs in its strides' divisibility only when they are 0.
@@ -120,9 +125,7 @@ class Driver:
         return lambda programs, *of: self.started.append(programs)
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
+        return H100
 
     def get_current_device(self) -> int:
         return 0
@@ -131,61 +134,57 @@ class Driver:
         return 0
 
 
-@pytest.fixture
-def h100(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver of a GPU for kernels that nobody has launched yet, and the rows that it is given."""
-    from triton.runtime import driver
+def forget_launches() -> None:
+    divergence.row_divergence_kernel.device_caches.clear()
+    triton._held.clear()
 
-    if not hasattr(kernels.row_loss_kernel, "params"):
-        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A driver of a GPU on which nobody has launched anything yet. At 40 registers an SM holds one program of 32 warps;
+    two are planned.
+    """
     found = Driver(registers=40)
     monkeypatch.setattr(driver, "_active", found)
-    for kernel in (kernels.row_loss_kernel, divergence.row_divergence_kernel):
-        kernel.device_caches.clear()
-    triton._held.clear()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    start = triton.launch  # the tensors are a CPU's, as torch has no GPU here
-    on_gpu = torch.device("cuda")
-    monkeypatch.setattr(triton, "launch", lambda kernel, n, _, *args, **meta: start(kernel, n, on_gpu, *args, **meta))
+    forget_launches()
     yield found
-    for kernel in (kernels.row_loss_kernel, divergence.row_divergence_kernel):
-        kernel.device_caches.clear()
-    triton._held.clear()
+    forget_launches()
 
 
-def diverge(rows: torch.Tensor) -> None:
-    """Launch the divergence's kernel as the call on a GPU does, with tensors that the driver does not look into."""
+def diverge(rows: Tensor) -> None:
+    """Launch the divergence's kernel with a CPU's tensors, which the driver does not look into."""
     n = rows.shape[0]
-    live, ids = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
-    triton.row_divergence_(
-        rows, rows.clone(), RowRequest(ids, live, 1.0, None, False), torch.ones(n), Distance(0.0, None, None)
-    )
+    request = RowRequest(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool), 1.0, None, False)
+    triton.row_divergence_(rows, rows.clone(), request, torch.ones(n), Distance(0.0, None, None))
 
 
 def test_a_capture_compiles_nothing(h100: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a kernel says what to do; one that was compiled before is launched."""
-    import triton as triton_package
+    launched: list[tuple[Any, ...]] = []
+    with monkeypatch.context() as patch:  # the arguments of a launch
+        patch.setattr(JITFunction, "run", lambda kernel, *args, **how: launched.append((args, how)))
+        diverge(torch.zeros(3, 64))
+    ((args, how),) = launched
+    programs, _ = how.pop("grid")[0], how.pop("warmup")
 
-    rows = torch.zeros(3, 64)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    def launch(capturing: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        triton.launch(divergence.row_divergence_kernel, programs, GPU, *args, **how)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     with pytest.raises(RuntimeError, match="row_divergence_kernel"):
-        diverge(rows)
+        launch(capturing=True)
     assert h100.started == []
-    assert triton_package.knobs.runtime.jit_cache_hook is None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    diverge(rows)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    diverge(rows)
+    assert knobs.runtime.jit_cache_hook is None
+    launch(capturing=False)
+    launch(capturing=True)
     assert h100.started == [3, 3]
 
 
 def test_programs_follow_the_registers_that_were_used(h100: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 40 registers an SM holds one program of 32 warps, which the launcher learns from the first launch."""
-    from dapo_kernels.backends import residency
-
+    """The launcher learns from the first launch how many programs an SM holds."""
     gpu = residency.Gpu(multiprocessors=2, l2_bytes=5 * 2**20, bytes_per_s=1e9)
-    monkeypatch.setattr(residency, "gpu_of", lambda device: gpu)
+    monkeypatch.setitem(residency.GPUS, CPU, gpu)
     rows = torch.zeros(9, 2**17)  # with the reference's 1 MiB each: three fit into two thirds of the cache
     diverge(rows)
     diverge(rows)

@@ -24,6 +24,7 @@ T = sum(LENGTHS)
 # Columns of each rank: the last one short, as torch.chunk leaves it, and cut any other way.
 CUTS = {2: ((34, 33), (66, 1)), 4: ((17, 17, 17, 16), (1, 40, 6, 20))}
 CLOSE = {torch.float64: {"atol": 1e-13, "rtol": 1e-12}, torch.float32: {"atol": 1e-6, "rtol": 1e-5}}
+WHOLE = ("hidden", "lora_a")  # on every rank
 
 
 def columns(cut: tuple[int, ...], group: Group) -> slice:
@@ -31,19 +32,20 @@ def columns(cut: tuple[int, ...], group: Group) -> slice:
     return slice(sum(cut[:rank]), sum(cut[: rank + 1]))
 
 
-WHOLE = ("hidden", "lora_a")  # on every rank
-
-
 def share(case: Case, mine: slice) -> Case:
     """The case with this rank's rows of the head, or its columns of the logits."""
-    leaves = {name: leaf if name in WHOLE else leaf[mine] for name, leaf in case.leaves.items()}
-    if "logits" in leaves:
-        leaves["logits"] = case.leaves["logits"][:, mine]
-    return replace(case, leaves=leaves)
+    return replace(case, leaves=of_mine(case.leaves, mine))
 
 
-def of_mine(grads: dict[str, Tensor | None], mine: slice) -> dict[str, Any]:
-    return {name: grad if name in WHOLE or grad is None else grad[mine] for name, grad in grads.items()}
+def of_mine(by_name: Any, mine: slice) -> dict[str, Any]:
+    """This rank's part of leaves, or of their gradients."""
+
+    def part(name: str, x: Tensor | None) -> Tensor | None:
+        if name in WHOLE or x is None:
+            return x
+        return x[:, mine] if name == "logits" else x[mine]
+
+    return {name: part(name, x) for name, x in by_name.items()}
 
 
 def options_of(name: str, case: Case) -> dict[str, Any]:
@@ -74,23 +76,29 @@ def alike(
     assert len({x.item() for x in everyone}) == 1, f"{what}: ranks differ in the loss' bits"
 
 
-def from_hidden(group: Group, case: Case, cut: tuple[int, ...], objective: Any, what: str, **options: Any) -> None:
-    mine = columns(cut, group)
-    whole, expected = call_linear(linear_dapo_loss, case, objective, **options)
-    got, grads = call_linear(linear_dapo_loss, share(case, mine), objective, group=group, **options)
-    close = CLOSE[torch.float64 if case.leaves["hidden"].dtype == torch.float64 else torch.float32]
-    alike(group, got, whole, grads, of_mine(expected, mine), what, **close)
-
-
-def from_logits(group: Group, case: Case, cut: tuple[int, ...], objective: Any, what: str, **options: Any) -> None:
-    mine = columns(cut, group)
-    whole, expected = call_logits(dapo_loss, case, objective, **options)
-    got, grad = call_logits(dapo_loss, share(case, mine), objective, group=group, **options)
-    alike(group, got, whole, {"logits": grad}, {"logits": expected[:, mine]}, what, **CLOSE[torch.float32])
+def compare(group: Group, case: Case, cut: tuple[int, ...], objective: Any, what: str = "", **options: Any) -> None:
+    """The loss of this rank's columns against that of the whole, from hidden states or from logits."""
+    mine, logits = columns(cut, group), "logits" in case.leaves
+    results = []
+    for given, more in ((case, {}), (share(case, mine), {"group": group})):
+        if "generator" in options:  # the ranks' dice differ: the first one's count
+            options["generator"].manual_seed(1 + (group.rank() if more else 0))
+        how = {**options, **more}
+        if logits:
+            out, grad = call_logits(dapo_loss, given, objective, **how)
+            results.append((out, {"logits": grad}))
+        else:
+            out, grads = call_linear(linear_dapo_loss, given, objective, **how)
+            results.append((out, grads))  # type: ignore[arg-type]
+    (whole, expected), (got, mine_grads) = results
+    wide = next(iter(case.leaves.values())).dtype == torch.float64
+    close = CLOSE[torch.float64 if wide else torch.float32]
+    alike(group, got, whole, mine_grads, of_mine(expected, mine), f"{objective}, {list(case.leaves)} {what}", **close)
 
 
 @contextlib.contextmanager
-def refusing(kind: type[Exception], *words: str) -> Iterator[None]:
+def refusing(kind: type[Exception], *values: str) -> Iterator[None]:
+    """On every rank, with names and values in the message."""
     with pytest.raises(kind) as caught:
         yield
-    assert all(word in str(caught.value) for word in words), f"{caught.value}: without {words}"
+    assert all(value in str(caught.value) for value in values), f"{caught.value}: without {values}"

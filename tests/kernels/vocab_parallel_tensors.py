@@ -97,7 +97,7 @@ def low_rank_factors(group: Group) -> None:
             linear_dapo_loss(part, weight, *tokens, **{**how, "lora": LoraFactors(*wrong, LORA_SCALE)})
 
 
-def lots_of_a_whole_head(group: Group) -> None:
+def dice_of_a_whole_head(group: Group) -> None:
     """The ranks' dice differ: the first one's count."""
     case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
     leaves = {"hidden": case.leaves["hidden"]}
