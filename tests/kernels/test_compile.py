@@ -45,16 +45,15 @@ def calls() -> dict[str, Call]:
     logits["target_ids"] = ids.clamp(max=9)
     four = torch.tensor([0, 2, 3, 5, 6])
     pairs = {"ref_logprobs": old, "cu_seqlens": four, "mask": torch.ones(6, dtype=torch.bool), "beta": 0.2}
-    lora = LoraFactors(torch.ones(2, 4), torch.ones(11, 2))
     ref = {"ref_hidden": head["hidden"].flip(0), "ref_weight": head["weight"], "ref_bias": head["bias"], "beta": 0.3}
     lists = SamplingMask.from_lists([[int(token), 3] if token != 3 else [3] for token in ids])
     own = {"sampling_mask": lists, "importance_weights": case.advantages, "denominator": 3.0, "clip_high": 0.3}
+    own |= {"lora": LoraFactors(torch.ones(2, 4), torch.ones(11, 2)), "softcap": 3.0}
     return {
         "dapo_loss": (dapo_loss, {**logits, **of_loss, "inplace_backward": True}),
         "policy_loss_from_logits": (policy_loss_from_logits, {**logits, **of_loss, "objective": "gspo"}),
         "linear_dapo_loss": (linear_dapo_loss, {**head, **of_rows, **of_loss}),
-        "linear_dapo_loss, lists": (linear_dapo_loss, {**head, **of_rows, **of_loss, **own}),
-        "linear_dapo_loss, lora": (linear_dapo_loss, {**head, **of_rows, **of_loss, "lora": lora, "softcap": 3.0}),
+        "linear_dapo_loss, lists and lora": (linear_dapo_loss, {**head, **of_rows, **of_loss, **own}),
         "policy_loss_from_hidden": (policy_loss_from_hidden, {**head, **of_rows, **of_loss, "objective": "gspo"}),
         "policy_loss": (policy_loss, {"logprobs": old * 1.1, **of_loss, "entropy": -old, "entropy_coef": 0.1}),
         "token_logprobs": (token_logprobs, logits),
@@ -88,7 +87,10 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager") -> Callab
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
-@pytest.mark.parametrize("name", calls())
+# linear_dapo_loss alone goes through the whole compiler below, token_logprobs through two backends.
+@pytest.mark.parametrize(
+    "name", sorted(calls().keys() - {"linear_dapo_loss", "token_logprobs", "linear_preference_loss"})
+)
 def test_compiled_as_it_is(name: str) -> None:
     function, given = calls()[name]
     results = [gradients(run, given) for run in (compiled(function), function)]
@@ -121,7 +123,7 @@ def test_new_lengths_do_not_compile_each_and_temperatures_may_change() -> None:
         return dapo_loss(logits, ids, old, advantages, mask=mask, temperature=temperature).loss
 
     run = compiled(loss, counting)
-    for n_tokens, temperature in ((19, 1.0), (23, 1.0), (29, 1.0), (31, 1.0), (31, 0.7), (31, 0.5)):
+    for n_tokens, temperature in ((19, 1.0), (23, 1.0), (29, 1.0), (29, 0.7), (29, 0.5)):
         case = logits_case(vocab=37, lengths=(n_tokens,), seed=n_tokens)
         tokens = case.tensors("target_ids", "old_logprobs", "advantages", "mask")
         args = (case.leaves["logits"], *tokens.values(), temperature)
@@ -158,7 +160,7 @@ def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", [*calls(), "rows in chunks"])
 def test_another_default_device(name: str) -> None:
-    function, given = calls()["linear_dapo_loss, lists" if name == "rows in chunks" else name]
+    function, given = calls()["linear_dapo_loss, lists and lora" if name == "rows in chunks" else name]
     if name == "rows in chunks":  # lists of kept tokens, cut at every chunk, of live tokens that do not stand together
         given |= {"chunk_bytes": 100, "mask": torch.tensor([1, 0, 1, 1, 0, 1]).bool()}
     expected = function(**given)

@@ -5,14 +5,11 @@ and the numbers that its way of skipping work gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from cases import LORA_SCALE, Case, call_linear, linear_case
-from closeness import as_accurate
+from cases import LORA_SCALE, Case, linear_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from no_device import HostWaitError, Launches, NoAtomics, NoWaiting, device_path
@@ -32,7 +29,6 @@ from dapo_kernels import (
     preference_loss_from_logprobs,
     summarize,
     token_logprobs,
-    use_backend,
 )
 from dapo_kernels.backends import divergence
 from dapo_kernels.engine import chunks, distillation, hidden
@@ -71,17 +67,12 @@ def test_chunks_cover_the_rows_within_their_bytes(
         assert n_chunks == -(-n_rows // ((chunk_bytes or GIB) // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE))
 
 
-@pytest.mark.parametrize(
-    ("n_rows", "chunk_bytes", "sum_bytes", "expected"),
-    [
-        (8192, None, 4 * 151_936 * 4096, 8192),  # one chunk of 2.3 GiB saves the running sum, of 2.3 GiB
-        (8192, None, 0, 2816),
-        (20_480, None, 4 * 151_936 * 4096, 3456),
-        (8192, 200_000_000, 4 * 151_936 * 4096, 640),
-    ],
-)
-def test_chunks_of_a_common_head(n_rows: int, chunk_bytes: int | None, sum_bytes: int, expected: int) -> None:
-    assert device_chunk_rows(n_rows, 151_936, 2, chunk_bytes, sum_bytes) == expected
+def test_one_chunk_where_it_saves_the_running_sum() -> None:
+    """8192 tokens of a 4096-wide head: 2.3 GiB of logits, where chunks would take 1 GiB and a sum of 2.3 GiB."""
+    sum_bytes = 4 * 151_936 * 4096
+    assert device_chunk_rows(8192, 151_936, 2, None, sum_bytes) == 8192
+    assert device_chunk_rows(8192, 151_936, 2, None, 0) == 2816
+    assert device_chunk_rows(20_480, 151_936, 2, None, sum_bytes) == 3456
 
 
 def test_rows_of_the_buffer_start_aligned_in_memory_that_nobody_keeps() -> None:
@@ -251,7 +242,7 @@ def test_numbers_of_the_host_are_not_copied(launches: Launches) -> None:
     assert [(x.shape, x.dtype) for x in launches.arguments[-1][7:8]] == [((T,), torch.float32)]
 
 
-def run_linear(dtype: torch.dtype, plan: Plan, **head: Any) -> list[tuple[Any, ...]]:
+def run_linear(dtype: torch.dtype, plan: Plan, **head: Any) -> None:
     """The operators' bodies: the loss, the gradient from the log-probs' and a divergence, each with its gradients."""
     leaves = Head(empty(T, H, dtype=dtype), empty(V, H, dtype=dtype), **head)
     live, per_token = empty(T, dtype=torch.bool), empty(T)
@@ -264,50 +255,48 @@ def run_linear(dtype: torch.dtype, plan: Plan, **head: Any) -> list[tuple[Any, .
         stats = hidden.linear_stats.run(leaves, request, plan)
         grads = hidden.linear_grad.run(leaves, request, stats, Slopes(per_token, per_token), needs, plan)
         found = distillation.linear_divergence.run(leaves, leaves, request, per_token, 0.3, needs, plan)
-    shapes = [(T, H), (V, H), (V,) if needs.bias else None]
-    shapes += [tuple(x.shape) if x is not None else None for x in (leaves.lora_a, leaves.lora_b)]
+    shapes = [None if x is None else x.shape for x in (*leaves[:3], leaves.lora_a, leaves.lora_b)]
     for out in (loss[5:], grads, found[2:]):
-        assert [None if x is None else tuple(x.shape) for x in out] == shapes
+        assert [None if x is None else x.shape for x in out] == shapes
         assert all(x is None or x.dtype == dtype for x in out[:3])
-    return [loss, grads, found]
 
 
-def three_chunks(dtype: torch.dtype) -> Plan:
-    return Plan(ROW_MULTIPLE * row_stride(V) * dtype.itemsize, False, None, "triton")
+def three_chunks(dtype: torch.dtype, backend: str = "triton") -> Plan:
+    return Plan(ROW_MULTIPLE * row_stride(V) * dtype.itemsize, False, None, backend)
 
 
-@pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_linear_path_does_not_wait(launches: Launches, dtype: torch.dtype, softcap: float) -> None:
-    """Every chunk at shapes that follow from T, row kernels and GEMMs included; dW in float32."""
-    with NoWaiting() as mode:
-        run_linear(dtype, three_chunks(dtype), softcap=softcap)
-    rows = [("row_loss_kernel", 128), ("row_loss_kernel", 128), ("row_loss_kernel", 44)]
-    assert launches.seen[:3] == rows
-    assert launches.names == [f"row_{x}_kernel" for x in ("loss", "stats", "grad") for _ in rows] + [
-        "row_divergence_kernel" for _ in launches.names[9:]
-    ]
-    of_weight = [x for x in mode.products if x[0] == torch.float32 and x[1] == dtype]
-    if dtype == torch.bfloat16:
-        assert [adds for *_, adds in of_weight[:6]] == [False, True, True] * 2
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 20.0},
+    "factors": {"lora_a": empty(3, H), "lora_b": empty(V, 3), "lora_scale": 0.5},
+}
 
 
-def test_one_chunk_writes_dw_at_once(launches: Launches) -> None:
-    with NoWaiting() as mode:
+@pytest.mark.parametrize("head", HEADS)
+def test_the_linear_path_does_not_wait(launches: Launches, head: str) -> None:
+    """Every chunk at shapes that follow from T, row kernels and GEMMs included."""
+    with NoWaiting():
+        run_linear(torch.float32, three_chunks(torch.float32), **HEADS[head])
+    rows = [128, 128, 44]
+    assert launches.seen[:9] == [(f"row_{name}_kernel", n) for name in ("loss", "stats", "grad") for n in rows]
+    assert set(launches.names[9:]) == {"row_divergence_kernel"}
+
+
+def test_dw_is_summed_in_float32_and_one_chunk_writes_it_at_once(launches: Launches) -> None:
+    with NoWaiting() as several:
+        run_linear(torch.bfloat16, three_chunks(torch.bfloat16))
+    of_weight = [adds for to, of, adds in several.products if (to, of) == (torch.float32, torch.bfloat16)]
+    assert of_weight == [False, True, True] * 2 + [False, True, True, True, True]  # a divergence has twice the logits
+    with NoWaiting() as one:
         run_linear(torch.bfloat16, Plan(None, False, None, "triton"))
-    assert set(mode.products) == {(torch.bfloat16, torch.bfloat16, False)}
+    assert set(one.products) == {(torch.bfloat16, torch.bfloat16, False)}
 
 
-def test_factors_do_not_wait(launches: Launches) -> None:
+def test_torch_does_not_wait_either() -> None:
+    """Softcap, float32 logits, bias."""
+    head = {"bias": empty(V, dtype=torch.bfloat16), "softcap": 20.0, "float32_logits": True}
     with NoWaiting():
-        run_linear(torch.float32, three_chunks(torch.float32), lora_a=empty(3, H), lora_b=empty(V, 3), lora_scale=0.5)
-
-
-def test_other_backends_and_heads_do_not_wait_either() -> None:
-    """Softcap and float32 logits in torch, bias."""
-    bias = empty(V, dtype=torch.bfloat16)
-    with NoWaiting():
-        run_linear(torch.bfloat16, Plan(10**6, False, None, "torch"), bias=bias, softcap=20.0, float32_logits=True)
+        run_linear(torch.bfloat16, three_chunks(torch.bfloat16, "torch"), **head)
 
 
 def test_the_buffer_is_free_before_dw_is_rounded(launches: Launches) -> None:
@@ -348,68 +337,39 @@ def test_the_cuda_backend_takes_the_divergence_of_triton(launches: Launches) -> 
 # --- the numbers ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[True, False], ids=["one-wait", "no-wait"])
-def host_sync(request: pytest.FixtureRequest) -> Iterator[bool]:
-    return request.param
+def losses_and_gradients(case: Case, name: str, **how: Any) -> list[Tensor]:
+    """Of a policy loss and of a distillation, with an adapter; the log-probs too."""
+    x = case.fresh()
+    head: dict[str, Any] = {"lora": LoraFactors(x["lora_a"], x["lora_b"], LORA_SCALE), "bias": x["bias"]}
+    head |= {"softcap": case.softcap, "mask": case.mask, **how}
+    tokens = {**case.tensors("target_ids", "old_logprobs", "advantages", "cu_seqlens", "importance_weights")}
+    out = linear_dapo_loss(x["hidden"], x["weight"], **tokens, **head, objective=name)
+    ref = (case.leaves["hidden"].nan_to_num().flip(1), case.leaves["weight"])
+    other = linear_distillation_loss(x["hidden"], x["weight"], *ref, beta=0.3, **head)
+    (out.loss + other.loss).backward()
+    values = [out.loss.detach(), out.logprobs, other.loss.detach(), other.divergence]
+    return [*values, *(leaf.grad for leaf in x.values() if leaf.grad is not None)]
 
 
+@pytest.mark.parametrize("host_sync", [True, False], ids=["one-wait", "no-wait"])
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
 @pytest.mark.parametrize("chunk_bytes", [None, 1500])
+@pytest.mark.parametrize("dead", [0.3, 1.0])
 def test_skipping_work_as_on_a_device_gives_the_hosts_numbers(
-    backend: str, chunk_bytes: int | None, name: str, host_sync: bool
+    backend: str, dead: float, chunk_bytes: int | None, name: str, host_sync: bool
 ) -> None:
     """Dead tokens full of NaN, tokens with no advantage or no weight, in one chunk and in several."""
     for dtype in (torch.float32, torch.bfloat16):
-        case = linear_case(67, 12, (9, 1, 14, 7), dtype=dtype, bias=True, softcap=20.0, seed=3)
+        case = linear_case(67, 12, (9, 1, 14, 7), dtype=dtype, bias=True, softcap=20.0, seed=3, dead=dead, rank=3)
         case.advantages[::4] = 0.0
-        weights = torch.ones_like(case.advantages)
-        weights[1::5] = 0.0
-        how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "chunk_bytes": chunk_bytes}
-        how |= {"importance_weights": weights}
-        expected, truth = call_linear(linear_dapo_loss, case, name, **how)
-        with use_backend("torch"):
-            _, eager = call_linear(linear_dapo_loss, case, name, **how)
-        dead = ~case.mask
-        case.leaves["hidden"] = case.leaves["hidden"].masked_fill(dead[:, None], torch.nan)
-        for field in ("old_logprobs", "advantages"):
-            setattr(case, field, getattr(case, field).masked_fill(dead, torch.nan))
+        case.importance_weights[1::5] = 0.0
+        expected = losses_and_gradients(case, name, chunk_bytes=chunk_bytes)
+        for x in (case.leaves["hidden"], case.old_logprobs, case.advantages):
+            x[~case.mask] = torch.nan
         with device_path():
-            out, grads = call_linear(linear_dapo_loss, case, name, host_sync=host_sync, **how)
-        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(out.logprobs, expected.logprobs, rtol=1e-5, atol=2e-6)
-        assert not grads["hidden"][dead].any()  # type: ignore[index]
-        for key, grad in grads.items():
-            exact, near = truth[key], eager[key]
-            assert grad is not None
-            assert exact is not None
-            assert near is not None
-            rounding = 2.0**-8 * float(exact.abs().max()) if dtype == torch.bfloat16 else 0.0
-            as_accurate(grad, exact, near + rounding, what=key)
-
-
-def losses_and_gradients(case: Case, **how: Any) -> list[Tensor]:
-    """Of the policy loss and a distillation, with an adapter."""
-    x = case.fresh()
-    how |= {"lora": LoraFactors(x["lora_a"], x["lora_b"], LORA_SCALE), "mask": case.mask}
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    ref = (case.leaves["hidden"].flip(1), case.leaves["weight"])
-    loss = linear_dapo_loss(x["hidden"], x["weight"], *tokens, **how).loss
-    loss = loss + linear_distillation_loss(x["hidden"], x["weight"], *ref, beta=0.3, **how).loss
-    loss.backward()
-    return [loss.detach(), *(leaf.grad for leaf in x.values() if leaf.grad is not None)]
-
-
-@pytest.mark.parametrize("all_dead", [False, True])
-@pytest.mark.parametrize("chunk_bytes", [None, 5 * 48 * 4])
-def test_factors_and_divergences_of_a_device(host_sync: bool, chunk_bytes: int | None, all_dead: bool) -> None:
-    """The rows that dead tokens leave, with NaN in them, change nothing; as on the host."""
-    case = linear_case(47, 8, seed=91, rank=3)
-    case.mask &= not all_dead
-    case.leaves["hidden"][~case.mask] = torch.nan
-    found = []
-    for path in (device_path(), nullcontext()):
-        with path:
-            found.append(losses_and_gradients(case, host_sync=host_sync, chunk_bytes=chunk_bytes))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert bool(b.any()) is not all_dead
+            found = losses_and_gradients(case, name, chunk_bytes=chunk_bytes, host_sync=host_sync)
+        for got, exact in zip(found, expected, strict=True):
+            size = float(exact.abs().max())
+            rounding = 2.0**-6 * size if exact.dtype == torch.bfloat16 else 1e-6 * max(1.0, size)
+            torch.testing.assert_close(got, exact, rtol=1e-5, atol=rounding)
+        assert not found[4][~case.mask].any()
