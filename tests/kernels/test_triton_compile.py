@@ -19,12 +19,11 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: the interpreter compiles nothing", allow_module_level=True)
 
-import triton_sass as sass
-
 from dapo_kernels.backends import triton
 from dapo_kernels.backends.residency import rows_held
 from dapo_kernels.backends.triton import LAUNCHES, LOADS, MAX_REGISTERS, Launch
 from docs.models import roofline
+from docs.models import triton_sass as sass
 
 pytestmark = pytest.mark.elsewhere
 PAGE = Path(__file__).parents[2] / "docs" / "triton.md"
@@ -120,7 +119,7 @@ def test_machine_code_of_the_divergence(variant: str, logits: str, capability: i
 @pytest.mark.parametrize("kernel", sass.DIVERGENCE_TABLE, ids=str)
 def test_the_page_shows_the_registers_of_the_divergence(kernel: str) -> None:
     shown = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {kernel} |")]
-    assert shown == [sass.divergence_row(kernel)], f"python tests/kernels/triton_sass.py {PAGE.name}"
+    assert shown == [sass.divergence_row(kernel)], f"python -m docs.models.triton_sass docs/{PAGE.name}"
 
 
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
@@ -175,4 +174,4 @@ def test_the_page_shows_the_table() -> None:
     assert header == sass.HEADER
     assert [row.split(" | ")[:5] for row in rows] == [sass.name_cells(point) for point in sass.GRID]
     fresh = sass.table_row(sass.GRID[0])
-    assert fresh in rows, f"python tests/kernels/triton_sass.py {PAGE.name}: {fresh}"
+    assert fresh in rows, f"python -m docs.models.triton_sass docs/{PAGE.name}: {fresh}"

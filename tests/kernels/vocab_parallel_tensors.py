@@ -31,46 +31,43 @@ def distributed_tensors(group: Group) -> None:
             distribute_tensor(case.leaves[name], mesh, [placement]).requires_grad_() for name in ("weight", "bias")
         )
         hidden = case.leaves["hidden"].clone().requires_grad_()
-        replicated = distribute_tensor(case.leaves["hidden"], mesh, [Replicate()]).requires_grad_()
-        by_sequence = distribute_tensor(case.leaves["hidden"], mesh, [Shard(0)]).requires_grad_()
+        replicated, by_sequence = (
+            distribute_tensor(case.leaves["hidden"], mesh, [cut]).requires_grad_() for cut in (Replicate(), Shard(0))
+        )
         local = by_sequence.to_local().detach().requires_grad_()
-        calls: list[tuple[Tensor, dict[str, Any]]] = [(hidden, {}), (replicated, {})]
-        calls += [(hidden, {"group": group})]
+        calls: list[tuple[Tensor, dict[str, Any]]] = [(hidden, {}), (replicated, {}), (hidden, {"group": group})]
         if placement == Shard(0):
             calls += [(by_sequence, {}), (local, {"sequence_parallel": True})]
         for x, more in calls:
             x.grad = weight.grad = bias.grad = None
             got = linear_dapo_loss(x, weight, *tokens, bias=bias, **options, **more)
             got.loss.backward()
-            assert isinstance(weight.grad, DTensor)
-            grads = {"weight": weight.grad.full_tensor(), "bias": bias.grad.full_tensor()}  # type: ignore[union-attr]
-            assert x.grad is not None
+            grads = {"weight": full(weight.grad), "bias": full(bias.grad), "hidden": full(x.grad)}
             grad = expected["hidden"]
             if x is local:
                 grad = distribute_tensor(grad, mesh, [Shard(0)]).to_local()  # type: ignore[arg-type]
-            grads["hidden"] = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
             alike(group, got, whole, grads, {**expected, "hidden": grad}, f"{placement}", **CLOSE[torch.float32])
     # Padded: the sequence is the second dimension.
-    width = 12
-    states, mask = pad(case.leaves["hidden"], LENGTHS, width, 0.0), pad(case.mask, LENGTHS, width, 0).bool()
-    padded = (pad(case.target_ids, LENGTHS, width, 0), pad(case.old_logprobs, LENGTHS, width, 0.0))
-    advantages = pad(case.advantages, LENGTHS, width, 0.0)
-    expected_states = pad(expected["hidden"], LENGTHS, width, 0.0)  # type: ignore[arg-type]
-    part = states.chunk(n_ranks, 1)[rank].clone().requires_grad_()
-    weight = distribute_tensor(case.leaves["weight"], mesh, [Shard(0)])
-    bias = distribute_tensor(case.leaves["bias"], mesh, [Shard(0)])
-    got = linear_dapo_loss(
-        part, weight, *padded, advantages, bias=bias, mask=mask, temperature=0.7, sequence_parallel=True
-    )
-    got.loss.backward()
-    torch.testing.assert_close(part.grad, expected_states.chunk(n_ranks, 1)[rank], **CLOSE[torch.float32])
+    mask = pad(case.mask, LENGTHS, 12, 0).bool()
+    padded = [pad(x, LENGTHS, 12, 0) for x in tokens]
+    part = pad(case.leaves["hidden"], LENGTHS, 12, 0.0).chunk(n_ranks, 1)[rank].clone().requires_grad_()
+    weight, bias = (distribute_tensor(case.leaves[name], mesh, [Shard(0)]) for name in ("weight", "bias"))
+    how = {"bias": bias, "mask": mask, "temperature": 0.7, "sequence_parallel": True}
+    linear_dapo_loss(part, weight, *padded, **how).loss.backward()
+    own_part = pad(expected["hidden"], LENGTHS, 12, 0.0).chunk(n_ranks, 1)[rank]  # type: ignore[arg-type]
+    torch.testing.assert_close(part.grad, own_part, **CLOSE[torch.float32])
     rows = distribute_tensor(case.leaves["hidden"] @ case.leaves["weight"].T, mesh, [Shard(1)]).requires_grad_()
     plain = rows.full_tensor().detach().requires_grad_()
     for in_place in (False, True):
         rows.grad = plain.grad = None
         for logits in (rows, plain):
             dapo_loss(logits * 1, *tokens, mask=case.mask, inplace_backward=in_place).loss.backward()
-        torch.testing.assert_close(rows.grad.full_tensor(), plain.grad, **CLOSE[torch.float32])  # type: ignore[attr-defined]
+        torch.testing.assert_close(full(rows.grad), plain.grad, **CLOSE[torch.float32])
+
+
+def full(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def low_rank_factors(group: Group) -> None:
@@ -87,8 +84,7 @@ def low_rank_factors(group: Group) -> None:
     how = {"lora": LoraFactors(a, b, LORA_SCALE), "mask": case.mask, "sequence_parallel": True}
     got = linear_dapo_loss(part, weight, *tokens, **how)
     got.loss.backward()
-    distributed = {"weight": weight, "lora_a": a, "lora_b": b}
-    grads = {name: x.grad.full_tensor() for name, x in distributed.items()}  # type: ignore[union-attr]
+    grads = {"weight": full(weight.grad), "lora_a": full(a.grad), "lora_b": full(b.grad)}
     grads["hidden"] = part.grad
     expected["hidden"] = expected["hidden"].chunk(n_ranks)[rank]  # type: ignore[union-attr]
     alike(group, got, whole, grads, expected, "LoRA by sequence", **CLOSE[torch.float32])

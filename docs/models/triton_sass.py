@@ -1,6 +1,6 @@
 """The Triton kernels compiled ahead of time, for GPUs that need not be here, and what their machine code looks like.
 
-``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python tests/kernels/triton_sass.py`` prints
+``ptxas``, ``cuobjdump`` and ``nvdisasm`` come with the triton package. ``python -m docs.models.triton_sass`` prints
 the table of docs/triton.md; with the page's name as its argument it replaces the table there.
 """
 

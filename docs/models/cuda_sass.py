@@ -1,6 +1,6 @@
 """What the machine code of the built CUDA module looks like: registers, spills, widths of accesses. Needs no GPU.
 
-``python tests/kernels/cuda_sass.py`` prints the table of docs/cuda.md; with the page's name as its argument it
+``python -m docs.models.cuda_sass`` prints the table of docs/cuda.md; with the page's name as its argument it
 replaces the table there. ``cuobjdump`` comes with the CUDA toolkit and with the triton package.
 """
 
