@@ -14,7 +14,6 @@ from typing import Any
 CLAIM, RELEASE = "/dapo/claim", "/dapo/release"
 RUN = "Dapo-Run"  # the header with a run's token
 LEASE = 15.0  # seconds that a claim lasts
-RENEW = 4.0  # seconds after which a run renews its claims
 # The paths that change weights or affect requests in progress.
 OWNED = {
     *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"),
@@ -38,13 +37,13 @@ async def _served_facts(client: Any) -> dict[str, Any]:
 
 
 class Ownership:
-    """The run that owns a server, until it releases the server or does not renew its claim for ``LEASE`` seconds.
+    """The run that owns a server, until it releases the server or does not renew its claim for ``lease`` seconds.
 
     A claim has the ``token`` of a run, shared by its ranks, its ``owner`` as text, and its ``model_facts``.
     """
 
-    def __init__(self) -> None:
-        self.token = self.owner = ""
+    def __init__(self, lease: float = LEASE) -> None:
+        self.lease, self.token, self.owner = lease, "", ""
         self.until = 0.0
         self.n_requests = 0  # of the owner, in progress
         self.n_claims = 0
@@ -58,7 +57,7 @@ class Ownership:
             if self.n_claims != n_claims:  # renewed meanwhile: the owner is alive
                 return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
             await asyncio.sleep(0.05)
-        self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + LEASE
+        self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + self.lease
         self.n_claims += 1
         return None
 
@@ -83,7 +82,7 @@ class Ownership:
         finally:
             self.n_requests -= 1
             if self.until:  # else it was released
-                self.until = time.monotonic() + LEASE
+                self.until = time.monotonic() + self.lease
 
     def _belongs_to_another(self, token: str) -> bool:
         return (time.monotonic() < self.until or self.n_requests > 0) and token != self.token

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib.util
-import threading
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -21,17 +19,10 @@ from torch import Tensor
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import resolve_device
+from dapo_runner.rewards.reward import in_thread
 from dapo_runner.rollout.client import Server, ServerError
 from dapo_runner.rollout.transfer import Transfer
 from dapo_runner.rollout.vllm import import_vllm
-
-
-def make_unique_id() -> bytes:
-    """Return the id by which members of a new group find each other. Raises OSError without NCCL, RuntimeError."""
-    import_vllm()  # turns off its log messages
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
 
 class Group:
@@ -43,6 +34,14 @@ class Group:
         self.device = device
         self.nccl: Any = None
         self.is_aborted = False
+
+    @staticmethod
+    def make_unique_id() -> bytes:
+        """Return the id by which members of a new group find each other. Raises OSError without NCCL, RuntimeError."""
+        import_vllm()  # turns off its log messages
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
     def join(self, unique_id: bytes, size: int) -> None:
         """Connect to the workers, which have the same ``unique_id``. Raises RuntimeError."""
@@ -75,6 +74,7 @@ class NCCLTransfer(Transfer):
     """Rank 0 keeps a copy of the last published weights on its GPU: the policy changes while servers recover."""
 
     copies = True
+    group_class = Group
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
@@ -112,11 +112,11 @@ class NCCLTransfer(Transfer):
         await server.post("/shutdown_weight_transfer_engine")
         size = 1 + await server.read("/get_world_size", "world_size")
         try:
-            unique_id = make_unique_id()
+            unique_id = self.group_class.make_unique_id()
         except (OSError, RuntimeError) as error:
             raise ServerError(f"{server}: NCCL on this side: {error}") from error
         meeting = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": size}
-        group = self._groups[server] = Group(self.device)
+        group = self._groups[server] = self.group_class(self.device)
         request = server.post("/init_weight_transfer_engine", {"init_info": meeting})
         await self._beside(server, lambda: group.join(unique_id, size), request)
 
@@ -126,9 +126,16 @@ class NCCLTransfer(Transfer):
 
     async def _beside(self, server: Server, work: Callable[[], None], request: Coroutine[Any, Any, Any]) -> None:
         """Run ``work`` in a thread during the ``request`` to the server that takes part in it. Raises ServerError."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                raise ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}") from error
+
         server_task = asyncio.ensure_future(request)
         try:
-            await asyncio.wait_for(asyncio.gather(_in_thread(server, work), server_task), self.within)
+            await asyncio.wait_for(asyncio.gather(asyncio.wrap_future(in_thread(run)), server_task), self.within)
         except BaseException as error:
             server_task.cancel()
             self._leave(server)
@@ -136,19 +143,3 @@ class NCCLTransfer(Transfer):
                 message = f"{server}: the NCCL transfer did not finish within {self.within:g} s"
                 raise ServerError(message, self.within) from None
             raise
-
-
-def _in_thread(server: Server, work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run ``work`` in a daemon thread, which does not keep the process alive."""
-    done = Future[None]()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except Exception as error:  # raised where the future is awaited
-            done.set_exception(ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name="nccl", daemon=True).start()
-    return asyncio.wrap_future(done)

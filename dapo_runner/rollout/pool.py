@@ -13,11 +13,12 @@ from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.rollout.client import RefusedError, RolloutError, Server, ServerError
 from dapo_runner.rollout.engine import Note
-from dapo_runner.rollout.guard import CLAIM, RELEASE, RENEW
+from dapo_runner.rollout.guard import CLAIM, RELEASE
 from dapo_runner.rollout.transfer import Transfer
 
 REST = 0.2  # seconds before a failed server is tried again; doubled with each failure in a row
 LONGEST_REST = 10.0
+RENEW = 4.0  # seconds after which a run renews its claims
 HEALTH_WITHIN = 10.0
 CLAIM_WITHIN = 60.0  # a server waits until the lease of a killed run expires
 
@@ -53,10 +54,17 @@ class ServerPool:
     """
 
     def __init__(
-        self, settings: ServerConfig, transfer: Transfer, claim: Mapping[str, Any], trial: Mapping[str, Any], note: Note
+        self,
+        settings: ServerConfig,
+        transfer: Transfer,
+        claim: Mapping[str, Any],
+        trial: Mapping[str, Any],
+        note: Note,
+        rest: float = REST,
+        renew: float = RENEW,
     ) -> None:
         """Take ``claim``, described in ``Ownership``, and ``trial``, the short request."""
-        self.settings, self.transfer = settings, transfer
+        self.settings, self.transfer, self.rest, self.renew = settings, transfer, rest, renew
         self.servers = [Server(url, settings, claim["token"]) for url in settings.urls]
         self.changed = Signal()
         self._claim, self._trial, self._note = claim, trial, note
@@ -104,7 +112,7 @@ class ServerPool:
         if server.error is None:
             server.is_unprobed = True
             if not server.rest:
-                server.rest, server.penalty = REST, 0.0
+                server.rest, server.penalty = self.rest, 0.0
                 self._note(f"{server} is excluded until it is healthy again: {error}")
             server.penalty = 2 * server.penalty + getattr(error, "waited", 0.0)
             server.out_until = time.monotonic() + server.penalty
@@ -152,7 +160,7 @@ class ServerPool:
             except Exception as error:  # nothing awaits this task: if it died, calls would wait forever
                 self.lose(server, ServerError(f"{server}: {type(error).__name__}: {error}"))
             self.changed.set()
-            await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), RENEW)
+            await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), self.renew)
 
     def _is_behind(self, server: Server) -> bool:
         """Return whether this rank must send weights to a server. Only rank 0 does; ``follow`` updates the others."""
@@ -160,7 +168,7 @@ class ServerPool:
 
     async def _update(self, server: Server) -> None:
         """Claim a healthy server and send it the current weights if it lacks them. Raises ServerError."""
-        await server.get("/health", HEALTH_WITHIN)
+        await server.get("/health", min(HEALTH_WITHIN, self.settings.sync_within))
         await server.post(CLAIM, self._claim, CLAIM_WITHIN)
         if self._is_behind(server):
             server.version = await self.transfer.send(server)

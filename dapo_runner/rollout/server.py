@@ -42,7 +42,7 @@ from dapo_runner.rollout.engine import (
 )
 from dapo_runner.rollout.guard import model_facts
 from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.pool import ServerPool
+from dapo_runner.rollout.pool import RENEW, REST, ServerPool
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, VersionSpan
@@ -116,6 +116,8 @@ class ServerEngine(RolloutEngine):
         config: Config,
         world: World = SINGLE_PROCESS,
         note: Note = lambda _: None,
+        rest: float = REST,
+        renew: float = RENEW,
     ) -> None:
         """Send the weights of ``source`` to the servers. ``note`` gets a line for each server that fails or recovers.
 
@@ -139,7 +141,7 @@ class ServerEngine(RolloutEngine):
         facts = model_facts(text_config, config.model.dtype, is_wide, config.rollout.vllm.batch_invariant)
         claim = {"token": self.run, "owner": owner, "model": facts}
         (trial,) = self._bodies([Prompt("", (self.stop_ids[0],), "", "")], [SamplingParams(max_tokens=1)], None)
-        self.pool = ServerPool(settings, self.transfer, claim, trial, note)
+        self.pool = ServerPool(settings, self.transfer, claim, trial, note, rest, renew)
         weakref.finalize(self, self.pool.close)  # its tasks would not end otherwise
         self._model = load_model(source, config.model, torch.device("meta"), "sdpa")
         try:

@@ -1,4 +1,4 @@
-"""What `vllm serve` says, said by a tiny model under the hf engine on a port of this machine; and it can be killed."""
+"""`vllm serve` on a port of this machine, with a small engine behind it. It can be killed, and fail in other ways."""
 
 from __future__ import annotations
 
@@ -6,46 +6,47 @@ import asyncio
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_facts
+from dapo_runner.rollout.guard import CLAIM, LEASE, RELEASE, RUN, Ownership, model_facts
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.transfer import checksum
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
-GENERATE, UPDATE = "/inference/v1/generate", "/collective_rpc"  # by file
-Hook = Callable[[dict[str, Any]], tuple[int, Any] | None]
+GENERATE, UPDATE = "/inference/v1/generate", "/collective_rpc"  # UPDATE: by file
+Answer = tuple[int, Any] | Iterable[bytes]  # status and JSON, or the parts of a raw HTTP answer
+Hook = Callable[[dict[str, Any]], Answer | None]
 
 
 class FakeServer:
-    """``hooks`` by path are called with a request's body, or what stands behind its ``?``, before it is answered, and
-    may answer in its place.
-    """
+    """``hooks`` by path get a request's body and its query, and may answer in the place of the server."""
 
-    def __init__(self, model: Path) -> None:
-        # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
-        self.weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
-        self.dtype = "float32"  # that it states to a trainer
+    def __init__(self, model: Path, engine: Callable[[], Any] | None = None, lease: float = LEASE) -> None:
+        """Answer with the transformers engine of ``model``, or with what ``engine`` returns at every start."""
+        self.config, self.dtype, self.lease = AutoConfig.from_pretrained(model), "float32", lease
+        if engine is None:
+            # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
+            weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
+            engine = lambda: HFEngine(deepcopy(weights), make_tokenizer())  # noqa: E731
+        self._make_engine = engine
         self.hooks: dict[str, Hook] = {}
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers
-        self.alive = False
-        self.halfway: Callable[[], None] | None = None  # called in the midst of each answer
-        self.queries: list[str] = []  # whole paths
+        self.halfway: Callable[[], None] | None = None  # called in the midst of each answer to a prompt
+        self._changed = threading.Condition()
         self._running, self._draining = 0, False  # answers under way, and whether a pause waits for them
         self._port = 0
         self._connections: set[socket.socket] = set()
@@ -56,47 +57,49 @@ class FakeServer:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """With the weights of the folder, and of nobody's version."""
-        self.engine = HFEngine(deepcopy(self.weights), make_tokenizer())
+        """Start with the weights of the model, as `dapo serve` does."""
+        self.engine, self.ownership = self._make_engine(), Ownership(self.lease)
         self.version, self.paused, self.updating = "default", False, False
-        self.ownership = Ownership()
-        self._turn = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler())
+        self._http = ThreadingHTTPServer(("127.0.0.1", self._port), _handler(self))
         self._http.daemon_threads = True
         self._port = self._http.server_port
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True).start()
         self.alive = True
 
     def kill(self) -> None:
-        """In the midst of whatever it does."""
-        if not self.alive:
-            return
-        self.alive = False
-        self._http.shutdown()
-        self._http.server_close()
-        for connection in list(self._connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        """End in the midst of all requests."""
+        if self.alive:
+            self.alive = False
+            self._http.shutdown()
+            self._http.server_close()
+            for connection in list(self._connections):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> FakeServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
 
     def seen(self, path: str) -> int:
         return sum(asked == path for asked, *_ in self.asked)
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Status and JSON."""
-        if path in self.hooks and (said := self.hooks[path](body)) is not None:
-            return said
-        if not self.alive:
-            return 503, {}
+    def answer(self, path: str, body: dict[str, Any], token: str) -> Answer:
+        if path in self.hooks and (found := self.hooks[path](body)) is not None:
+            return found
+        if path == CLAIM:
+            facts = model_facts(self.config, self.dtype, body["model"]["float32_logits"], batch_invariant=False)
+            reason = asyncio.run(self.ownership.claim(body, facts))
+            return (403, {"error": reason}) if reason else (200, {})
+        if (reason := self.ownership.refuse(path, token)) or path == RELEASE:
+            return 409 if reason else 200, {"error": reason}
         if path == GENERATE:
             return 200, self.generate(body)
+        with self._changed:
+            return self._change(path, body)
+
+    def _change(self, path: str, body: dict[str, Any]) -> Answer:
         if path == "/start_weight_update":
             if self.updating:
                 return 500, {"error": "a weight update is already active"}
@@ -104,121 +107,95 @@ class FakeServer:
         elif path == UPDATE:
             file, expected = body["args"]
             if str(checksum(Path(file))) != expected:
-                return 500, {"error": f"{file}: its checksum differs"}
-            with self._turn:
-                self.engine.update_weights(load_file(file).items())
+                return 500, {"error": "checksum"}
+            self.engine.update_weights(load_file(file).items())
         elif path == "/finish_weight_update":
             self.updating = False
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path in ("/pause", "/resume"):
-            with self._turn:
-                self.paused, self._draining = path == "/pause", body.get("mode") == "wait"
-            while self._draining and self._running and self.alive:
-                time.sleep(0.001)
+            self.paused, self._draining = path == "/pause", body.get("mode") == "wait"
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (self._draining and self._running))
             self._draining = False
-        states = {"weight_version": self.version, "is_paused": self.paused, "success": True}
-        return 200, states
+        return 200, {"weight_version": self.version, "is_paused": self.paused, "success": True}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        while not self._admitted():
-            time.sleep(0.001)
+        with self._changed:
+            self._changed.wait_for(lambda: not self.paused)
+            self._running += 1
         try:
-            return self._generate(body)
+            return {"choices": self._choices(body["sampling_params"], tuple(body["token_ids"]))}
         finally:
-            with self._turn:
+            with self._changed:
                 self._running -= 1
+                self._changed.notify_all()
 
-    def _admitted(self) -> bool:
-        with self._turn:
-            self._running += not self.paused
-            return not self.paused
-
-    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked, tokens = body["sampling_params"], tuple(body["token_ids"])
+    def _choices(self, asked: dict[str, Any], tokens: tuple[int, ...]) -> list[dict[str, Any]]:
         sampling = SamplingParams(asked["n"], asked["temperature"], max_tokens=asked["max_tokens"], seed=asked["seed"])
         if self.halfway is None:
-            found, version = self._say(tokens, sampling)
-            return {"choices": [_choice(index, [(one, version)]) for index, one in enumerate(found)]}
+            return [_choice(index, [part]) for index, part in enumerate(self._sample(tokens, sampling))]
         half = replace(sampling, max_tokens=sampling.max_tokens // 2)
-        found, version = self._say(tokens, half)
+        begun = [[part] for part in self._sample(tokens, half)]
         self.halfway()
-        choices = []
-        for index, one in enumerate(found):
-            parts = [(one, version)]
-            if one.finish_reason == "length":
-                begun = (*tokens, *one.token_ids.tolist())
-                (rest,), later = self._say(begun, replace(half, n=1, seed=half.seed + index + 1))
-                parts.append((rest, later))
-            choices.append(_choice(index, parts))
-        return {"choices": choices}
+        for index, parts in enumerate(begun):
+            if (first := parts[0][0]).finish_reason == "length":
+                longer = (*tokens, *first.token_ids.tolist())
+                parts += self._sample(longer, replace(half, n=1, seed=half.seed + index + 1))
+        return [_choice(index, parts) for index, parts in enumerate(begun)]
 
-    def _say(self, tokens: tuple[int, ...], sampling: SamplingParams) -> tuple[list[Completion], str]:
-        while self.paused and not self._draining:
-            time.sleep(0.001)
-        with self._turn:
-            return self.engine.generate([Prompt("", tokens, "", "")], sampling)[0], self.version
+    def _sample(self, tokens: tuple[int, ...], sampling: SamplingParams) -> list[tuple[Completion, str]]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.paused or self._draining)
+            (group,) = self.engine.generate([Prompt("", tokens, "", "")], sampling)
+            return [(one, self.version) for one in group]
 
-    def refuse(self, path: str, body: dict[str, Any], token: str) -> tuple[int, dict[str, str]] | None:
-        """Return the status and body of the guard's answer, where that is not the server's."""
-        if path == CLAIM:
-            is_wide = body["model"]["float32_logits"]
-            facts = model_facts(self.weights.config, self.dtype, is_wide, batch_invariant=False)
-            why = asyncio.run(self.ownership.claim(body, facts))
-            return (403, {"error": why}) if why else (200, {})
-        why = self.ownership.refuse(path, token)
-        return (409, {"error": why}) if why else (200, {}) if path == RELEASE else None
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
+def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def setup(self) -> None:
+            super().setup()
+            server._connections.add(self.connection)
 
-        class Handler(BaseHTTPRequestHandler):
-            def setup(self) -> None:
-                super().setup()
-                server._connections.add(self.connection)
+        def finish(self) -> None:
+            server._connections.discard(self.connection)
+            with suppress(OSError):
+                super().finish()
 
-            def finish(self) -> None:
-                server._connections.discard(self.connection)
-                with suppress(OSError):
-                    super().finish()
-
-            def do_GET(self) -> None:
-                path, _, query = self.path.partition("?")
-                body: dict[str, Any] = dict(parse_qsl(query))
-                server.queries.append(self.path)
-                if length := int(self.headers.get("Content-Length", 0)):
-                    with suppress(ValueError):  # killed
-                        body |= json.loads(self.rfile.read(length))
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            body: dict[str, Any] = dict(parse_qsl(query))
+            with suppress(ValueError, OSError):  # killed meanwhile, or nobody waits for it any more
+                body |= json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 server.asked.append((path, body, dict(self.headers)))
-                hooked = path in (CLAIM, RELEASE) and path in server.hooks
-                refused = None if hooked else server.refuse(path, body, self.headers.get(RUN, ""))
-                status, said = refused or server.answer(path, body)
-                raw = b"" if path == "/health" else json.dumps(said).encode()
-                with suppress(OSError):  # nobody waits for it any more
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(raw)))
-                    self.end_headers()
-                    self.wfile.write(raw)
+                for part in _encode(server.answer(path, body, self.headers.get(RUN, ""))):
+                    self.wfile.write(part)
 
-            do_POST = do_GET  # noqa: N815
+        do_POST = do_GET  # noqa: N815
 
-            def log_message(self, *_: Any) -> None:
-                pass
+        def log_message(self, *_: Any) -> None:
+            pass
 
-        return Handler
+    return Handler
+
+
+def _encode(answer: Answer) -> Iterable[bytes]:
+    if not isinstance(answer, tuple):
+        return answer
+    raw = json.dumps(answer[1]).encode()
+    return [f"HTTP/1.0 {answer[0]} -\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw]
 
 
 def _choice(index: int, parts: list[tuple[Completion, str]]) -> dict[str, Any]:
-    """``parts`` of a response with the versions that gave them."""
+    """Return a response of ``parts``, each with the version of the weights that sampled it."""
     spans, start = [], 0
     for part, version in parts:
         spans.append({"version": version, "start": start, "end": start + part.length})
         start += part.length
-    logprobs = [logprob for part, _ in parts for logprob in part.logprobs.tolist()]
     return {
         "index": index,
         "token_ids": [token for part, _ in parts for token in part.token_ids.tolist()],
-        "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
+        "logprobs": {"content": [{"logprob": value} for part, _ in parts for value in part.logprobs.tolist()]},
         "finish_reason": parts[-1][0].finish_reason,
         "weight_versions": spans,
     }

@@ -87,10 +87,9 @@ def test_two_ranks_that_sample_ahead(tmp_path: Path, model_folder: Path, servers
 
 
 def test_two_ranks_and_weights_that_rank_0_sends(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
-    """By NCCL, with files in its place; a server that dies meets rank 0 anew before any rank takes its answers."""
-    groups = tmp_path / "groups"
+    """By NCCL, with a socket in its place; a server that dies meets rank 0 anew before any rank takes its answers."""
     for server in servers:
-        join(server, groups)
+        join(server)
 
     count = itertools.count()
 
@@ -100,7 +99,7 @@ def test_two_ranks_and_weights_that_rank_0_sends(tmp_path: Path, model_folder: P
             servers[1].start()
 
     servers[0].hooks[GENERATE] = lost_and_back
-    program = Path(__file__).with_name("by_nccl.py"), groups
+    program = (Path(__file__).with_name("by_nccl.py"),)
     events = run(tmp_path, 2, model_folder, servers, "rollout.server.transfer=nccl", program=program)
     assert servers[0].seen(MEET) == 1 < servers[1].seen(MEET)
     steps = [event for event in events if event["kind"] == "step"]

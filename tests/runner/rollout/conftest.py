@@ -1,4 +1,4 @@
-"""Fake servers with all that a test of the server engine opens over them."""
+"""Two fake servers with all that a test opens over them. With the test engines are closed and hung requests end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
-from served import Fleet
+from served import Fleet, HashEngine
 
 
 @pytest.fixture
-def fleet(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> Iterator[Fleet]:
-    """Two servers. Engines are closed and hung requests end with the test."""
+def fleet(model_folder: Path, tmp_path: Path) -> Iterator[Fleet]:
+    """Servers that compute nothing."""
+    servers = [FakeServer(model_folder, HashEngine) for _ in range(2)]
+    with Fleet(model_folder, servers, tmp_path) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def model_fleet(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> Iterator[Fleet]:
+    """Servers that sample from a small model."""
     with Fleet(model_folder, servers, tmp_path) as fleet:
         yield fleet

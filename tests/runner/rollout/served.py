@@ -1,12 +1,13 @@
-"""A server engine over fake servers, and what its tests ask it."""
+"""Server engines over fake servers, and what their tests ask them."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import Server
+from dapo_runner.rollout.pool import RENEW, REST
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
@@ -26,6 +28,27 @@ from dapo_runner.types import Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
 PROMPTS = [Prompt(str(i), (3 + i % 9, 4, 5 + i % 7), "", "") for i in range(24)]
+
+
+class HashEngine:
+    """Tokens and log-probs are a hash of the weights, the prompt and the seed. Nothing is computed."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parts = [name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in weights]
+        self.weights = zlib.crc32(b"".join(sorted(parts)))
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
+        return [[self._respond(prompt, sampling, sample) for sample in range(sampling.n)] for prompt in prompts]
+
+    def _respond(self, prompt: Prompt, sampling: SamplingParams, sample: int) -> Completion:
+        dice = random.Random(f"{self.weights}:{prompt.token_ids}:{sampling.seed}:{sample}")
+        length = dice.randint(1, 2 * sampling.max_tokens)
+        n = min(length, sampling.max_tokens)
+        tokens, logprobs = [dice.randrange(3, 12) for _ in range(n)], [-dice.random() for _ in range(n)]
+        return Completion(torch.tensor(tokens), torch.tensor(logprobs), "stop" if length == n else "length", "")
 
 
 def server_config(
@@ -37,12 +60,11 @@ def server_config(
     dtype: str = "float32",
     **server: Any,
 ) -> Config:
-    named = {"urls": [server.url for server in servers], "folder": str(folder), **server}
     return make_config(
         model={"tiny": None, "path": str(model), "dtype": dtype},
         rollout={
             "engine": "server",
-            "server": named,
+            "server": {"urls": [server.url for server in servers], "folder": str(folder), **server},
             "max_batch_sequences": 8,
             "max_staleness": ahead,
             "partial": partial,
@@ -52,10 +74,12 @@ def server_config(
     )
 
 
-def open_engine(model: Path, servers: list[FakeServer], folder: Path, **server: Any) -> ServerEngine:
-    notes: list[str] = []
-    engine = ServerEngine(model, make_tokenizer(), server_config(model, servers, folder, **server), note=notes.append)
-    engine.notes = notes  # type: ignore[attr-defined]
+def open_engine(
+    model: Path, servers: list[FakeServer], folder: Path, rest: float = REST, renew: float = RENEW, **settings: Any
+) -> ServerEngine:
+    config, notes = server_config(model, servers, folder, **settings), list[str]()
+    engine = ServerEngine(model, make_tokenizer(), config, note=notes.append, rest=rest, renew=renew)
+    engine.notes = notes
     return engine
 
 
@@ -70,19 +94,19 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.over.set()
         for engine in self.engines:
             engine.close()
+        for server in self.servers:
+            server.kill()
 
     def __getitem__(self, index: int) -> FakeServer:
         return self.servers[index]
 
-    def open(self, n: int = 2, folder: Path | None = None, **settings: Any) -> ServerEngine:
+    def open(self, n: int = 2, folder: Path | None = None, rest: float = 0.01, **settings: Any) -> ServerEngine:
         """Open an engine over the first ``n`` servers."""
-        self.engines.append(open_engine(self.model, self.servers[:n], folder or self.folder, **settings))
+        self.engines.append(open_engine(self.model, self.servers[:n], folder or self.folder, rest, **settings))
         return self.engines[-1]
 
     def hook(self, hook: Hook, path: str = GENERATE) -> None:
@@ -91,7 +115,7 @@ class Fleet:
 
     def hang(self, body: dict[str, Any]) -> None:
         """A hook that answers when the test is over."""
-        self.over.wait(60)
+        self.over.wait(300)
 
     def recipe(self, ahead: int = 0, n: int = 2, **run: Any) -> dict[str, Any]:
         """Return a small run over the first ``n`` servers, ``ahead`` steps asynchronous."""
@@ -115,44 +139,40 @@ def steps_of(raw: dict[str, Any], progress: Progress | None = None) -> list[dict
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until
-        time.sleep(0.005)
+        time.sleep(0.002)
 
 
-def spoiling(server: FakeServer, change: Callable[[dict[str, Any]], Any], times: int = 1) -> Hook:
-    """A hook that changes the last response of the first ``times`` answers."""
-    left = iter(range(times))
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Call in another thread. Return what waits for its result."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
 
-    def hook(body: dict[str, Any]) -> tuple[int, Any] | None:
-        if next(left, None) is None:
-            return None
-        answer = server.generate(body)
-        change(answer["choices"][-1])
-        return 200, answer
+    def result() -> Any:
+        thread.join(120)
+        return found[0]
 
-    return hook
+    return result
+
+
+def is_trial(body: dict[str, Any]) -> bool:
+    """Return whether a prompt is the one that a server has to answer before it is used again."""
+    return body["sampling_params"]["max_tokens"] == 1
 
 
 def lost(engine: ServerEngine) -> list[Server]:
     return [server for server in engine.pool.servers if server.error is not None]
 
 
-def hang(over: threading.Event) -> Hook:
-    """No answer for a minute."""
-
-    def hook(body: dict[str, Any]) -> None:
-        over.wait(60)
-
-    return hook
-
-
-def told(groups: Iterable[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
+def responses(groups: Iterable[list[Completion]]) -> list[list[tuple[list[int], list[float]]]]:
     return [[(one.token_ids.tolist(), one.logprobs.tolist()) for one in group] for group in groups]
 
 
 def moved(policy: Policy, scale: float = 0.2) -> dict[str, torch.Tensor]:
+    """Return the weights of a policy after a large update."""
     generator = torch.Generator().manual_seed(3)
     named = {name: tensor.clone() for name, tensor in policy.named_weights()}
     return {name: x + scale * x.std() * torch.randn(x.shape, generator=generator) for name, x in named.items()}

@@ -1,105 +1,87 @@
-"""The server engine over servers that fail: what counts is what it would have been had none failed, and no wait is
-without its end.
-"""
+"""The server engine over healthy servers: what it asks, what it takes from the answers, and what it leaves behind."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_server import GENERATE, UPDATE
-from served import PROMPTS, SAMPLING, Fleet, hang, moved, spoiling, steps_of, told, wait_until
+from builders import make_config
+from fake_server import GENERATE, UPDATE, Answer, FakeServer
+from served import PROMPTS, SAMPLING, Fleet, in_thread, moved, responses, server_config, wait_until
 
-from dapo_runner.config import ConfigError
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.http import run
+from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout import pool
-from dapo_runner.rollout import server as server_module
+from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.client import RolloutError
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
+from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import SamplingParams
+from dapo_runner.run.builders import make_asynchronous
+from dapo_runner.types import CallOptions, Group, Prompt, Sample, SamplingParams, Verdict
 
 
 def test_which_server_answers_makes_no_difference(fleet: Fleet, policy: Policy) -> None:
     both = fleet.open()
-    found = told(both.generate(PROMPTS, SAMPLING))
+    found = responses(both.generate(PROMPTS, SAMPLING))
     assert all(server.seen(GENERATE) for server in fleet.servers)
     assert len({str(group) for group in found}) == len(PROMPTS)  # equal prompts do not share their dice
-    shifted = [SamplingParams(n=2, max_tokens=6, seed=5, index=place) for place in range(12, 24)]
-    assert told(both.generate(PROMPTS[12:], shifted)) == found[12:]  # nor does the call that a prompt is asked in
+    shifted = [replace(SAMPLING, index=index) for index in range(12, 24)]
+    assert responses(both.generate(PROMPTS[12:], shifted)) == found[12:]  # nor does it matter in which call they are
     both.close()
     one = fleet.open(1)
     one.update_weights(policy.named_weights())
-    assert told(one.generate(PROMPTS, SAMPLING)) == found
+    assert responses(one.generate(PROMPTS, SAMPLING)) == found
+    assert one.generate([], SAMPLING) == []
     (greedy,) = one.generate(PROMPTS[:1], SamplingParams(n=3, temperature=0.0, max_tokens=6))
-    assert told([greedy]) == [[told([greedy])[0][0]] * 3]
+    assert responses([greedy]) == [[responses([greedy])[0][0]] * 3]
     assert greedy[0].text == one.tokenizer.decode(greedy[0].token_ids.tolist(), skip_special_tokens=True)
 
 
-def test_servers_killed_and_restarted_at_ten_random_moments(
-    fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is lost, nothing comes twice, and nothing of the weights that a server came back with."""
-    monkeypatch.setattr(server_module, "ATTEMPTS", 20)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, -9999.0])
+def test_a_log_prob_that_is_missing_is_unknown(value: float | None, fleet: Fleet) -> None:
+    engine = fleet.open(1)
+
+    def spoil(body: dict[str, Any]) -> Answer:
+        answer = fleet[0].generate(body)
+        answer["choices"][-1]["logprobs"]["content"][0]["logprob"] = value
+        return 200, answer
+
+    fleet[0].hooks[GENERATE] = spoil
+    for other, spoiled in engine.generate(PROMPTS[:2], SAMPLING):
+        assert spoiled.logprobs.isnan().tolist() == [True] + [False] * (spoiled.length - 1)
+        assert other.logprobs.isfinite().all()
+    assert not engine.notes
+
+
+@pytest.mark.parametrize("wrong", ["extra", "missing", "shape", float("nan"), float("-inf")])
+def test_weights_that_cannot_be_used_are_not_sent(wrong: Any, fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open()
-    engine.update_weights(moved(policy).items())
-    wanted = told(engine.generate(PROMPTS, SAMPLING))
-    dice, over = random.Random(1), threading.Event()
-    fleet.hook(lambda body: time.sleep(0.02))
-
-    def chaos() -> None:
-        for _ in range(10):
-            time.sleep(dice.uniform(0.01, 0.08))
-            victim = dice.choice(fleet.servers)
-            victim.kill()
-            time.sleep(dice.uniform(0, 0.08))
-            victim.start()
-        over.set()
-
-    thread = threading.Thread(target=chaos)
-    thread.start()
-    rounds = 0
-    while not over.is_set() or not rounds:
-        assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-        rounds += 1
-    thread.join()
-    assert any("is back" in note for note in engine.notes)
-
-
-def test_an_answer_of_other_weights_does_not_count(fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open()
-    wanted = told(engine.generate(PROMPTS, SAMPLING))
-    fleet[0].engine.update_weights(moved(policy).items())  # by somebody else
-    fleet[0].version = "other:1"
-    back = threading.Event()  # the other must not have answered everything before this one is asked
-    fleet[0].hooks[GENERATE] = lambda body: back.set() if fleet[0].version != "other:1" else None
-    fleet[1].hooks[GENERATE] = hang(back)
-    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert fleet[0].version == engine.transfer.version
-    assert "other:1" in engine.notes[0]
-
-
-def test_a_server_that_was_away_answers_with_the_weights_of_now(fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open()
-    fleet[1].kill()
-    engine.update_weights(moved(policy).items())
-    wanted = told(engine.generate(PROMPTS, SAMPLING))
-    fleet[1].start()
-    fleet[1].paused = fleet[1].updating = True  # and as a trainer that was killed has left it
-    fleet[0].kill()
-    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert fleet[1].version == engine.transfer.version
+    version, wanted = fleet[0].version, responses(engine.generate(PROMPTS[:2], SAMPLING))
+    weights = {name: tensor.clone() for name, tensor in policy.named_weights()}
+    name = list(weights)[3]
+    if wrong == "extra":
+        weights[name := "extra"] = torch.ones(1)
+    elif wrong == "missing":
+        del weights[name]
+    elif wrong == "shape":
+        weights[name] = weights[name][:1]
+    else:
+        weights[name].flatten()[-1] = wrong
+    with pytest.raises(ValueError if isinstance(wrong, str) else RolloutError, match=name):
+        engine.update_weights(weights.items())
+    assert [server.seen(UPDATE) for server in fleet.servers] == [1, 1]
+    assert fleet[0].version == version
+    assert responses(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
 
 
 def test_a_paused_server_with_the_present_weights_is_resumed(fleet: Fleet) -> None:
@@ -110,184 +92,269 @@ def test_a_paused_server_with_the_present_weights_is_resumed(fleet: Fleet) -> No
     assert not fleet[0].paused
 
 
-@pytest.mark.parametrize("path", [GENERATE, "/health"])
-def test_a_server_that_hangs_is_left_out(path: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its deadline, or by its health, which does not wait for that."""
-    monkeypatch.setattr(server_module, "ATTEMPTS", 99)
-    monkeypatch.setattr(pool, "RENEW", 0.3)
-    if path != GENERATE:
-        monkeypatch.setattr(pool, "HEALTH_WITHIN", 0.5)
-    engine = fleet.open(**({"answer_within": 1.0} if path == GENERATE else {}))
-    wanted = told(engine.generate(PROMPTS, SAMPLING))
-
-    def hang_with_prompts(body: dict[str, Any]) -> None:
-        fleet[0].hooks[path] = fleet.hang
-        fleet.hang(body)
-
-    fleet[0].hooks[GENERATE] = hang_with_prompts
-    began = time.monotonic()
-    assert told(engine.generate(PROMPTS, SAMPLING)) == wanted
-    assert time.monotonic() - began < 30  # of the sixty that it hangs for
-    assert any(f"{path}: no answer within" in note for note in engine.notes)
-
-
-def test_a_wait_for_nobody_ends_and_says_for_whom(fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open(sync_within=1.0)
-    fleet.hook(fleet.hang, UPDATE)
-    with pytest.raises(RolloutError, match=r"weights \w+:2 .*collective_rpc"):
-        engine.update_weights(policy.named_weights())
-    fleet.over.set()
-    for server in fleet.servers:
-        server.kill()
-    with pytest.raises(RolloutError, match=r"24 of 24 "):
-        engine.generate(PROMPTS, SAMPLING)
-    with pytest.raises(RolloutError, match=r"weights \w+:1 "):
-        fleet.open(sync_within=0.5)
-
-
-def test_a_prompt_that_breaks_every_server_ends_the_run(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "ATTEMPTS", 3)
-    engine, poison = fleet.open(), list(PROMPTS[7].token_ids)
-    fleet.hook(lambda body: (500, {"error": "dead"}) if body["token_ids"] == poison else None)
-    with pytest.raises(RolloutError, match=r"3 times .*HTTP 500"):
-        engine.generate(PROMPTS, SAMPLING)
-    for server in fleet.servers:
-        assert sum(body.get("token_ids") == poison for _, body, _ in server.asked) == 3
-
-
-def test_a_crash_counts_against_one_of_the_prompts_in_progress(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first prompt crashes the server once, then the second, which was in progress then."""
-    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
-    engine, both, asked = fleet.open(1), threading.Event(), Counter[str]()
-    names = {prompt.token_ids: prompt.id for prompt in PROMPTS[:2]}
-
-    def crash(body: dict[str, Any]) -> tuple[int, Any] | None:
-        name = names.get(tuple(body["token_ids"]), "trial")
-        asked[name] += 1
-        if name == "0" and asked[name] == 1:
-            both.wait(60)
-            return 500, {}
-        if name == "1" and asked[name] == 1:
-            both.set()
-            fleet.hang(body)
-        return (500, {}) if name == "1" and asked[name] == 2 else None
-
-    fleet[0].hooks[GENERATE] = crash
-    assert all(engine.generate(PROMPTS[:2], SAMPLING))
-    assert (asked["0"], asked["1"]) >= (2, 3)
-
-
-@pytest.mark.parametrize("status", [400, 401])
-def test_what_every_server_refuses_ends_the_run(status: int, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", "s3cret")
-    monkeypatch.setattr(server_module, "ATTEMPTS", 2)
-    engine, refused = fleet.open(1, key_env="MY_KEY"), list(PROMPTS[0].token_ids)
-    no = status, {"error": "no, Bearer s3cret"}
-    fleet.hook(lambda body: no if body["token_ids"] == refused else None)
-    with pytest.raises(RolloutError, match=rf"/inference/v1/generate: HTTP {status} ") as raised:
-        engine.generate(PROMPTS[:1], SAMPLING)
-    assert "s3cret" not in str(raised.value)
-    assert sum(body.get("token_ids") == refused for _, body, _ in fleet[0].asked) == (1 if status == 401 else 2)
-    assert all(headers["Authorization"] == "Bearer s3cret" for *_, headers in fleet[0].asked)
-    engine.close()
-    monkeypatch.delenv("MY_KEY")
-    with pytest.raises(ConfigError, match="MY_KEY"):
-        fleet.open(1, key_env="MY_KEY")
-
-
-SPOILED: dict[str, Callable[[dict[str, Any], ServerEngine], Any]] = {
-    "no log-probs": lambda choice, _: choice.update(logprobs=None),
-    "no log-prob of a token": lambda choice, _: choice.update(logprobs={"content": []}),
-    "no versions": lambda choice, _: choice.update(weight_versions=None),
-    "dropped by the server": lambda choice, _: choice.update(finish_reason="abort"),
-    "no tokens": lambda choice, _: choice.update(token_ids=[]),
-    "one twice": lambda choice, _: choice.update(index=0),
-    "a token of another model": lambda choice, _: choice["token_ids"].__setitem__(-1, len(make_tokenizer())),
-    "of weights from before the call": lambda choice, engine: choice["weight_versions"][0].update(
-        version=f"{engine.run}:{engine.updates - 1}"
-    ),
-}
-
-
-@pytest.mark.parametrize("how", SPOILED)
-def test_an_answer_that_cannot_count_is_asked_for_again(how: str, fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open(1)
-    engine.update_weights(policy.named_weights())
-    wanted = told(engine.generate(PROMPTS[:4], SAMPLING))
-    fleet[0].hooks[GENERATE] = spoiling(fleet[0], lambda choice: SPOILED[how](choice, engine))
-    assert told(engine.generate(PROMPTS[:4], SAMPLING)) == wanted
-    assert [fleet[0].url in note for note in engine.notes] == [True, True]  # excluded, and back
-
-
-def test_weights_that_do_not_fit_are_refused(fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open()
-    version, weights = engine.transfer.version, dict(policy.named_weights())
-    with pytest.raises(ValueError, match="'extra'"):
-        engine.update_weights({**weights, "extra": torch.ones(1)}.items())
-    assert (engine.transfer.version, fleet[0].version) == (version, version)
-    assert engine.generate(PROMPTS[:2], SAMPLING)
-
-
-def resident() -> float:
-    """MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def test_two_hundred_syncs_leave_nothing_behind(fleet: Fleet, policy: Policy) -> None:
+def test_syncs_leave_nothing_behind(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open(1)
 
-    def sync(times: int) -> tuple[float, int, int]:
+    def sync(times: int) -> list[float]:
+        """Return MiB of memory, threads and open files afterwards."""
         for _ in range(times):
             engine.update_weights(policy.named_weights())
             fleet[0].asked.clear()
-        return resident(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        held = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return [pages * os.sysconf("SC_PAGE_SIZE") / 2**20, *held]
 
-    before, *held = sync(10)
-    after, *still_held = sync(200)
-    assert after - before < 4
-    assert still_held <= [count + 2 for count in held]  # connections that the server is just closing
+    before = sync(10)
+    after = sync(80)  # of weights of 90 kB
+    assert after[0] - before[0] < 4
+    assert after[1] <= before[1] + 2  # connections that the server is just closing
+    assert after[2] <= before[2] + 2
     assert len(list(engine.transfer.folder.glob("*.safetensors"))) == 1
     folder = engine.transfer.folder
     engine.close()
     assert not folder.exists()
+    with pytest.raises(RolloutError):
+        engine.generate(PROMPTS, SAMPLING)
+    assert not engine.calls
 
 
 @pytest.mark.parametrize("path", [GENERATE, UPDATE])
 def test_ctrl_c_waits_for_no_server(path: str, fleet: Fleet, policy: Policy) -> None:
     engine, n_threads = fleet.open(), threading.active_count()
-    calls = {GENERATE: (engine.generate, PROMPTS, SAMPLING), UPDATE: (engine.update_weights, policy.named_weights())}
-    call = partial(*calls[path])
     fleet.hook(fleet.hang, path)
+    n_asked = fleet[0].seen(path)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    began = time.monotonic()
+    def interrupt_once_it_hangs() -> None:
+        wait_until(lambda: fleet[0].seen(path) > n_asked)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
     try:
+        threading.Thread(target=interrupt_once_it_hangs).start()
         with pytest.raises(KeyboardInterrupt):
-            call()
+            engine.generate(PROMPTS, SAMPLING) if path == GENERATE else engine.update_weights(policy.named_weights())
     finally:
-        signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - began < 30  # of the sixty that they hang for
+        signal.signal(signal.SIGUSR1, before)
     assert not engine.calls
     fleet.over.set()
     engine.close()
-    wait_until(lambda: threading.active_count() <= n_threads)  # the servers' own too
+    wait_until(lambda: threading.active_count() <= n_threads)
 
 
-def test_a_whole_run_over_servers_that_come_and_go(fleet: Fleet) -> None:
-    """The figures of the run whose servers stayed, over servers that still have that one's weights."""
-    whole = steps_of(fleet.recipe(steps=2, name="whole"))
-    count = iter(range(1000))
+def test_the_probe_asks_every_server(model_fleet: Fleet, policy: Policy) -> None:
+    """One of them swallows an update."""
+    fleet, swallow = model_fleet, lambda body: (200, {})
+    engine = fleet.open()
+    learner = Learner(policy, server_config(fleet.model, fleet.servers, fleet.folder))
+    probe = SyncProbe(PROMPTS[:4], learner.config)
+    assert probe(engine, learner)["gap"] < 1e-5
+    n_trials = [sum(body["sampling_params"]["max_tokens"] == 4 for path, body, _ in server.asked if path == GENERATE)
+                for server in fleet.servers]  # fmt: skip
+    assert n_trials == [4, 4]
+    fleet[1].hooks[UPDATE] = swallow
+    weights = moved(policy)
+    policy.model.load_state_dict(weights, strict=False)
+    engine.update_weights(weights.items())
+    with pytest.raises(OutOfSyncError, match=fleet[1].url):
+        probe(engine, learner)
+    fleet[1].kill()
+    assert probe(engine, learner)["gap"] < 1e-5  # of those that are in use
+
+
+def hold_halfway(servers: list[FakeServer]) -> tuple[threading.Barrier, threading.Event]:
+    """Return where to meet the servers in the midst of their first answers, and what lets them go on."""
+    half, go_on = threading.Barrier(3), threading.Event()
+
+    def hold(server: FakeServer) -> None:
+        first = iter([True])
+
+        def halfway() -> None:
+            if next(first, False):
+                half.wait(120)
+            go_on.wait(120)
+
+        server.halfway = halfway
+
+    for server in servers:
+        hold(server)
+    return half, go_on
+
+
+def test_weights_in_flight(fleet: Fleet, policy: Policy) -> None:
+    """A response goes on with the new weights, and has the version of each token."""
+    engine = fleet.open(ahead=1)
+    engine.update_weights(policy.named_weights())
+    half, go_on = hold_halfway(fleet.servers)
+    found = in_thread(lambda: engine.generate(PROMPTS, SAMPLING, CallOptions(0)))
+    half.wait(120)
+    engine.update_weights(moved(policy).items())
+    probed = in_thread(lambda: engine.generate(PROMPTS[:1], SAMPLING))
+    go_on.set()
+    assert probed()
+    every = [one for group in found() for one in group]
+    versions = {tuple(span.version for span in one.versions) for one in every}
+    assert (2, 3) in versions
+    assert versions <= {(2,), (2, 3), (3,), (3, 3)}
+    assert all(sum(span.length for span in one.versions) == one.length for one in every)
+    asked = [(path, body) for server in fleet.servers for path, body, _ in server.asked]
+    assert {body.get("priority", 0) for path, body in asked if path == GENERATE} == {0, -1}
+    assert {body["mode"] for path, body in asked if path == "/pause"} == {"keep"}
+    assert all(body["reset_running_requests"] for path, body in asked if path == "/reset_prefix_cache")
+
+
+def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, policy: Policy) -> None:
+    engine = fleet.open(ahead=1, partial=False)
+    half, go_on = hold_halfway(fleet.servers)
+    found = in_thread(lambda: engine.generate(PROMPTS, SAMPLING))
+    half.wait(120)
+    updated = in_thread(lambda: engine.update_weights(moved(policy).items()))
+    wait_until(lambda: all(server.seen("/pause") > 1 for server in fleet.servers))
+    assert not any(server.seen(UPDATE) > 1 for server in fleet.servers)
+    go_on.set()
+    updated()
+    versions = [{span.version for span in one.versions} for group in found() for one in group]
+    assert sorted(map(min, versions)) == sorted(map(max, versions))
+    assert {min(own) for own in versions} == {1, 2}
+    assert {body["mode"] for path, body, _ in fleet[0].asked if path == "/pause"} == {"wait"}
+
+
+Steps = list[list[tuple[str, list[list[int]]]]]
+
+
+def asynchronous_steps(engine: ServerEngine, n_rounds: int, lead: int = 1) -> Steps:
+    """Return prompts and responses of six steps, a round for each."""
+
+    def score(prompts: list[Prompt], round_number: int) -> list[Group]:
+        found = engine.generate(prompts, replace(SAMPLING, seed=round_number), CallOptions(priority=round_number))
+        return [
+            Group(prompt, tuple(Sample(one, Verdict(True), 1.0) for one in answers))
+            for prompt, answers in zip(prompts, found, strict=True)
+        ]
+
+    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(make_config(sampler={"filter_groups": False})))
+    ahead = AsynchronousSampler(sampler, lead, 6, 300.0, n_rounds)
+    taken = [ahead.next(score).groups for _ in range(6)]
+    ahead.close()
+    return [
+        [(one.prompt.id, [sample.completion.token_ids.tolist() for sample in one.samples]) for one in groups]
+        for groups in taken
+    ]
+
+
+@pytest.mark.parametrize("lead", [1, 2])
+def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet, lead: int) -> None:
+    """It is trained on in its turn, before those of the next rounds, which were all answered first."""
+    engine = fleet.open(ahead=1)
+    wanted = asynchronous_steps(engine, 1)
+    (slow, *_), *rounds = ([list(PROMPTS[int(name)].token_ids) for name, _ in step] for step in wanted[2 : 3 + lead])
+    later = [tokens for step in rounds for tokens in step]
+    answered, order = threading.Semaphore(0), list[bool]()
+
+    def hold(server: FakeServer, body: dict[str, Any]) -> Answer:
+        if body["token_ids"] == slow:
+            order.extend(answered.acquire(timeout=120) for _ in later)
+        answer = server.generate(body)
+        if body["token_ids"] in later:
+            answered.release()
+        return 200, answer
+
+    fleet[0].hooks[GENERATE] = lambda body: hold(fleet[0], body)
+    fleet[1].hooks[GENERATE] = lambda body: hold(fleet[1], body)
+    assert asynchronous_steps(engine, lead + 1, lead) == wanted
+    assert order == [True] * (4 * lead)
+    asked = [body for server in fleet.servers for _, body, _ in server.asked if body.get("token_ids") == slow]
+    assert {body["priority"] for body in asked} == {2}
+
+
+def test_servers_that_die_with_two_rounds_in_flight(fleet: Fleet) -> None:
+    engine = fleet.open(ahead=1)
+    wanted, n_calls, kills = asynchronous_steps(engine, 1), list[int](), iter([6, 14, 22])
+    at = [next(kills)]
 
     def kill_now_and_then(body: dict[str, Any]) -> None:
-        if next(count) % 5 == 3 and fleet[1].alive:
+        n_calls.append(len(engine.calls))
+        if len(n_calls) == at[0]:
+            at[0] = next(kills, 0)
             fleet[1].kill()
-            threading.Timer(0.02, fleet[1].start).start()
+            fleet[1].start()
 
     fleet[0].hooks[GENERATE] = kill_now_and_then
-    assert steps_of(fleet.recipe(steps=2, name="again")) == whole
-    assert next(count) > 5
-    assert all(step["sync/gap"] < 1e-5 and step["train/tokens"] > 0 for step in whole)
+    assert asynchronous_steps(engine, 2) == wanted
+    assert max(n_calls) == 2
+
+
+@pytest.mark.parametrize(("ahead", "partial", "rounds"), [(1, True, 2), (3, True, 4), (3, False, 1)])
+def test_how_many_rounds_are_in_flight(ahead: int, partial: bool, rounds: int) -> None:
+    rollout = {"engine": "server", "max_staleness": ahead, "partial": partial, "correction": {"weights": "token"}}
+    config = make_config(rollout=rollout, sampler={"max_age": ahead})
+    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(config))
+    assert make_asynchronous(sampler, config).n_rounds == rounds
+
+
+def test_a_request_may_wait_behind_those_of_the_rounds_before(fleet: Fleet) -> None:
+    engine = fleet.open(ahead=19, answer_within=0.5)  # 10 s with those
+
+    def wait(body: dict[str, Any]) -> None:
+        fleet.over.wait(0.8)
+
+    fleet.hook(wait)
+    assert all(engine.generate(PROMPTS[:4], SAMPLING))
+    assert not engine.notes
+
+
+@pytest.mark.parametrize(("priority", "wanted"), [(None, 4), (0, 8)])
+def test_who_samples_asynchronously_asks_for_all_ranks(fleet: Fleet, priority: int | None, wanted: int) -> None:
+    """Two batches at a time, of which each of two ranks would ask for half."""
+    engine = fleet.open(1, ahead=1)
+    engine.world = World(0, Layout(2))
+    changed, n_open, most = threading.Condition(), 0, 0
+
+    def hold(body: dict[str, Any]) -> None:
+        nonlocal n_open, most
+        with changed:
+            n_open += 1
+            most = max(most, n_open)
+            changed.notify_all()
+            changed.wait_for(lambda: most >= wanted, 120)
+        fleet.over.wait(0.05)  # in which more would come
+        with changed:
+            n_open -= 1
+
+    fleet[0].hooks[GENERATE] = hold
+    assert all(engine.generate(PROMPTS, SAMPLING, CallOptions(priority=priority)))
+    assert most == wanted
+
+
+def test_what_still_runs_when_enough_is_answered_is_dropped(fleet: Fleet) -> None:
+    """Three of four are needed. Six of the first twelve prompts hang, and the call ends without them."""
+    engine = fleet.open()
+    wanted = responses(engine.generate(PROMPTS, SAMPLING))
+    slow = [list(prompt.token_ids) for prompt in PROMPTS[:12:2]]
+    fleet.hook(lambda body: fleet.hang(body) if body["token_ids"] in slow else None)
+    found = responses(engine.generate(PROMPTS, SAMPLING, CallOptions(completion_fraction=3 / 4)))
+    assert [index for index, answers in enumerate(found) if not answers] == list(range(0, 12, 2))
+    assert all(answers == own for answers, own in zip(found, wanted, strict=True) if answers)
+    assert not engine.notes  # the servers are none the worse
+    fleet.over.set()
+    assert responses(engine.generate(PROMPTS, SAMPLING)) == wanted
+
+
+def test_an_open_call_takes_prompts_while_others_are_answered(fleet: Fleet) -> None:
+    engine, woken = fleet.open(), threading.Semaphore(0)
+    call = engine.open_call(CallOptions(), woken.release, 4)
+    ((wanted,),) = engine.generate(PROMPTS[:1], replace(SAMPLING, n=1))
+    found: dict[int, Any] = {}
+    for key in (3, 7):
+        call.add(key, PROMPTS[0], replace(SAMPLING, n=1, index=0))
+        assert woken.acquire(timeout=120)
+        assert call.is_ready(is_complete=False)
+        found |= call.work()
+        assert (call.n_open, call.is_ready(is_complete=True)) == (0, False)
+    assert responses([[found[3], found[7]]]) == responses([[wanted, wanted]])
+    call.close()
+    wait_until(lambda: call.is_ready(is_complete=True))
+    with pytest.raises(RolloutError):
+        call.work()

@@ -1,36 +1,16 @@
-"""What servers are started with, and the settings that none could serve."""
+"""Settings that no server could serve."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from builders import make_config
 from refusals import refused
 
-from dapo_runner.commands.serve import server_arguments, server_environment
 from dapo_runner.config import ConfigError
 from dapo_runner.parallel.world import Layout
 from dapo_runner.preflight.needs import check_needs
-
-
-def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = {"urls": ["http://localhost:8000", "https://far.example:8443"], "key_env": "MY_KEY", "tensor": 2}
-    config = make_config(rollout={"engine": "server", "server": raw}, model={"dtype": "float32"})
-    flags = server_arguments(config, tmp_path, torch.device("cpu"), config.rollout.server.urls[1])
-    for flag in (f"--model={tmp_path}", "--host=far.example", "--port=8443", "--tensor-parallel-size=2",
-                 "--no-enable-chunked-prefill", "--enforce-eager", "--enable-scale-out", "--dtype=float32",
-                 "--worker-extension-cls=dapo_runner.rollout.receiver.Receiver",
-                 "--logprobs-mode=processed_logprobs",
-                 "--middleware=dapo_runner.rollout.guard.Guard"):  # fmt: skip
-        assert flag in flags
-    with pytest.raises(ConfigError, match="MY_KEY"):
-        server_environment(config, "http://localhost:8000")
-    monkeypatch.setenv("MY_KEY", "s3cret")
-    assert server_environment(config, "x") == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "s3cret"}
-    assert not any("s3cret" in flag for flag in flags)
 
 
 def urls(*urls: str) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""`dapo serve`: what it starts, the key without which a server answers nobody, and the one run that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import make_config
+from fake_server import UPDATE, FakeServer
+from refusals import refused
+from served import PROMPTS, SAMPLING, Fleet, responses
+from small import write_recipe
+
+from dapo_runner.cli import main
+from dapo_runner.commands.serve import _model, server_arguments
+from dapo_runner.config import ConfigError
+from dapo_runner.config.rollout import ServerConfig
+from dapo_runner.http import run
+from dapo_runner.policy.model import Policy
+from dapo_runner.rollout.client import RolloutError, Server, ServerError
+from dapo_runner.rollout.guard import CLAIM, OWNED, Guard, Ownership, model_facts
+from dapo_runner.rollout.receiver import Receiver
+from dapo_runner.run.folder import lock_folder
+
+Started = Callable[..., tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Return the arguments and the environment of the server that `dapo serve` becomes with some settings."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+
+    def execve(_: str, command: list[str], environment: dict[str, str]) -> None:
+        found.append((command, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = str(write_recipe(tmp_path))
+
+    def start(*settings: str) -> tuple[list[str], dict[str, str]]:
+        with pytest.raises(SystemExit):
+            main(["serve", recipe, "rollout.engine=server", *settings])
+        return found.pop()
+
+    return start
+
+
+def test_a_server_and_its_trainer_share_a_key_without_a_setting(
+    fleet: Fleet, started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, urls = fleet[0], f"rollout.server.urls=[{fleet[0].url}]"
+    trainer = Server(server.url, ServerConfig())
+    run(trainer.get("/weight_info"))  # of a server that `dapo serve` has not started
+    assert main(["serve", str(tmp_path / "small.yaml"), "rollout.engine=server", urls]) == 2  # its port is in use
+    assert server.url in capsys.readouterr().err
+    server.kill()
+    command, environment = started(urls)
+    server.start()
+    key, output = environment["VLLM_API_KEY"], capsys.readouterr().out
+    assert len(key) > 30
+    assert key not in output + str(command)
+    (path,) = (Path(line.removeprefix("key: ")) for line in output.splitlines() if line.startswith("key: "))
+    assert path.stat().st_mode & 0o777 == 0o600
+    run(trainer.get("/weight_info"))
+    assert [headers.get("Authorization") for *_, headers in server.asked] == [None, f"Bearer {key}"]
+    server.kill()
+    assert started(urls)[1]["VLLM_API_KEY"] == key  # a copy of it on another machine remains valid
+    assert started("rollout.server.urls=[http://localhost:1234]")[1]["VLLM_API_KEY"] != key
+    server.start()
+    server.hooks["/sleep"] = lambda body: (401, {"error": f"Bearer {key} is none"})
+    with pytest.raises(ServerError, match=str(path)) as caught:
+        run(trainer.post("/sleep"))
+    assert key not in str(caught.value)
+    for spoil in (lambda: path.chmod(0o640), lambda: path.chmod(0o600) or path.write_bytes(b"\xe9")):
+        spoil()
+        with refused("rollout.server.key_env"):
+            run(trainer.get("/weight_info"))
+    path.parent.rename(tmp_path / "keys")
+    path.parent.touch()
+    assert main(["serve", str(tmp_path / "small.yaml"), "rollout.engine=server"]) == 2
+    assert "rollout.server.key_env: " in capsys.readouterr().err
+
+
+def test_what_a_server_is_started_with(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["rollout.server.key_env=MY_KEY", "rollout.server.tensor=2", "model.dtype=float32"]
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    command, environment = started(*settings)
+    for flag in (f"--model={tmp_path}/runs/small/served-0", "--host=localhost", "--port=8000", "--dtype=float32",
+                 "--tensor-parallel-size=2", "--no-enable-chunked-prefill", "--enforce-eager", "--enable-scale-out",
+                 "--worker-extension-cls=dapo_runner.rollout.receiver.Receiver",
+                 "--middleware=dapo_runner.rollout.guard.Guard", "--logprobs-mode=processed_logprobs"):  # fmt: skip
+        assert flag in command
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
+    assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "s3cret")
+    assert "s3cret" not in str(command)
+    raw = {"engine": "server", "server": {"transfer": "nccl", "urls": ["https://far.example"]}, "max_staleness": 1}
+    config = make_config(rollout=raw | {"correction": {"weights": "token"}})
+    flags = server_arguments(config, tmp_path, torch.device("cuda"), config.rollout.server.urls[0])
+    for flag in ('--weight-transfer-config={"backend": "nccl"}', "--host=far.example", "--port=443"):
+        assert flag in flags
+    assert "--scheduling-policy=priority" in flags
+    assert main(["serve", str(tmp_path / "small.yaml"), "rollout.engine=server", "--server=1"]) == 2
+
+
+def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_path: Path) -> None:
+    config = make_config(run={"output_dir": str(tmp_path)})
+    lock = lock_folder(config.run_dir, print)  # as the trainer has while it does
+    folders = [Path(_model(config, server)) for server in (0, 1, 0)]
+    assert folders[0] == folders[2] != folders[1]
+    assert all((folder / "config.json").exists() for folder in folders)
+    lock.close()
+    with refused("model.path"):
+        _model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
+
+
+def through_guard(path: str, kind: str = "http", body: Any = None, app: Any = None, **headers: str) -> list[Any]:
+    """Return what is sent for a request: its status, or "in" where it reaches vLLM."""
+    sent: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        sent.append("in")
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status", message["type"]))
+
+    async def receive() -> dict[str, Any]:
+        return {"body": json.dumps(body).encode()}
+
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "path": path, "method": "POST", "headers": given, "app": app}
+    asyncio.run(Guard(vllm)(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("path", [*sorted(OWNED), CLAIM, "/v1/models", "/", "//health"])
+def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    web_page = {"origin": "http://evil.example", "content_type": "text/plain"}
+    for headers in ({}, web_page, {"authorization": "Bearer "}, {"authorization": "Bearer s3cre"}):
+        assert through_guard(path, **headers)[0] == 401
+    assert through_guard(path, "websocket") == ["websocket.close"]
+    if path != CLAIM:
+        with_key = through_guard(path, authorization="Bearer s3cret")
+        assert with_key[0] == (409 if path in OWNED else "in")  # nobody has claimed the server
+    assert through_guard("/health") == ["in"]
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY"):
+        Guard(None)
+
+
+def test_what_changes_weights_or_calls_workers_is_owned() -> None:
+    assert {"/collective_rpc", "/init_weight_transfer_engine", "/update_weights", "/pause"} <= OWNED
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "variable", "fits"),
+    [
+        ("torch.float16", [["torch.float32"], ["torch.float32"]], "1", True),
+        ("torch.bfloat16", [["torch.float32"]], "1", False),
+        ("torch.float16", [["torch.float32"], ["torch.float16"]], "1", False),
+        ("torch.float16", [[]], "1", False),
+        ("torch.float16", [["torch.float32"]], "0", False),
+    ],
+)
+def test_a_server_with_other_numerics_is_refused(
+    dtype: str, heads: list[list[str]], variable: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``heads``: what the modules of each worker compute in, whatever the configuration asked for."""
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
+    sizes = SimpleNamespace(vocab_size=5, hidden_size=4, num_hidden_layers=1)
+
+    async def collective_rpc(method: str) -> list[list[str]]:
+        assert callable(getattr(Receiver, method))
+        return heads
+
+    model = SimpleNamespace(hf_text_config=sizes, dtype=dtype, head_dtype="torch.float32")
+    client = SimpleNamespace(model_config=model, collective_rpc=collective_rpc)
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=client))
+    facts = model_facts(sizes, "float16", float32_logits=True, batch_invariant=True)
+    claim = {"token": "a", "owner": "a", "model": facts}
+    sent = through_guard(CLAIM, body=claim, app=app, authorization="Bearer s3cret")
+    assert sent[0] == (200 if fits else 403)
+
+
+@pytest.mark.parametrize("ends", ["by close", "killed", "restarted"])
+def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) -> None:
+    """Until the run ends, however. A server that is started anew is claimed anew."""
+    server: FakeServer = fleet[0]
+    server.ownership.lease = server.lease = 2.0
+    engine = fleet.open(1, renew=0.3)
+    wanted = responses(engine.generate(PROMPTS[:2], SAMPLING))
+    if ends == "restarted":
+        server.kill()
+        server.start()
+        engine.update_weights(policy.named_weights())
+    updates = server.seen(UPDATE)
+    owner = re.escape(f"{make_config().run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})")
+    with pytest.raises(RolloutError, match=owner):
+        fleet.open(1)
+    assert server.seen(UPDATE) == updates
+    assert responses(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+    with pytest.raises(ServerError, match=owner):
+        run(Server(server.url, ServerConfig()).post("/pause"))
+    if ends == "killed":
+        engine.pool.close()  # and nobody renews the claim
+    else:
+        engine.close()
+    assert responses(fleet.open(1).generate(PROMPTS[:2], SAMPLING)) == wanted
+
+
+def test_a_request_that_ends_after_its_run_keeps_nobody_out() -> None:
+    """The end of a request prolongs the claim. That is no sign of life: only claims are."""
+    ownership, model = Ownership(lease=0.05), {"layers": 2}
+
+    async def claims() -> list[str | None]:
+        first = await ownership.claim({"token": "a", "owner": "a", "model": model}, model)
+        with ownership.kept():
+            second = asyncio.create_task(ownership.claim({"token": "b", "owner": "b", "model": model}, model))
+            await asyncio.sleep(0.1)  # two leases
+            assert ownership.token == "a"
+        return [first, await second]
+
+    assert asyncio.run(claims()) == [None, None]
+    assert ownership.token == "b"
+
+
+def test_a_key_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, fleet: Fleet) -> None:
+    for value in ("", "é"):
+        monkeypatch.setenv("MY_KEY", value)
+        with pytest.raises(ConfigError, match="MY_KEY"):
+            fleet.open(1, key_env="MY_KEY")

@@ -1,0 +1,142 @@
+"""Runs over servers that come and go, return stale, answer late, or are lost."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import GENERATE, UPDATE, Answer
+from served import Fleet, steps_of
+
+from dapo_runner.config import parse_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import Progress
+from dapo_runner.rollout.client import RolloutError
+from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.train import train
+
+ONE_AT_A_TIME = """
+import threading
+
+working, evaluating, overlaps, scored = threading.Lock(), threading.Event(), [], []
+
+def judge(prompts, completions, rows):
+    scored.append(threading.current_thread() is threading.main_thread())
+    free = working.acquire(blocking=False)
+    overlaps.extend([] if free else [scored[-1]])
+    if scored[-1]:
+        evaluating.set()
+    elif scored.count(False) == 5:  # of the last step; the evaluation after another falls into it, were it let in
+        evaluating.clear()
+        evaluating.wait(2)
+    if free:
+        working.release()
+    return [float(len(completion.text) % 2) for completion in completions]
+"""
+
+
+def test_training_and_evaluation_call_one_reward_one_after_the_other(
+    model_fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one_at_a_time.py").write_text(ONE_AT_A_TIME)
+    monkeypatch.syspath_prepend(tmp_path)
+    raw = model_fleet.recipe(2, steps=2, eval_every=1)
+    raw["reward"] |= {"kind": "one_at_a_time:judge"}
+    train(parse_config(raw), Progress())
+    one_at_a_time = importlib.import_module("one_at_a_time")
+    assert one_at_a_time.scored.count(False) == 8
+    assert one_at_a_time.scored.count(True) > 8
+    assert one_at_a_time.overlaps == []
+
+
+def test_servers_that_come_and_go_change_no_number(model_fleet: Fleet) -> None:
+    fleet, count = model_fleet, itertools.count()
+    whole = steps_of(fleet.recipe(steps=2, name="whole"))
+
+    def kill_now_and_then(body: dict[str, Any]) -> None:
+        if next(count) % 5 == 3 and fleet[1].alive:
+            fleet[1].kill()
+            fleet[1].start()
+
+    fleet[0].hooks[GENERATE] = kill_now_and_then
+    assert steps_of(fleet.recipe(steps=2, name="again")) == whole
+    assert next(count) > 5
+    assert all(step["sync/gap"] < 1e-5 and step["train/tokens"] > 0 for step in whole)
+
+
+def test_prompts_beyond_those_that_a_step_needs_are_dropped(model_fleet: Fleet) -> None:
+    fleet, slow = model_fleet, itertools.cycle([True, False, False])
+    raw = fleet.recipe(steps=2, eval_every=2)
+    raw["sampler"] |= {"oversample": 1.5}
+
+    def hang_now_and_then(body: dict[str, Any]) -> None:
+        if body["sampling_params"]["n"] == raw["rollout"]["group_size"] and next(slow):
+            fleet.hang(body)
+
+    fleet.hook(hang_now_and_then)
+    first, second = steps_of(raw)
+    assert (first["sampling/groups"], first["sampling/dropped"]) == (4, 2)
+    assert first["batch/groups"] == second["batch/groups"] == 4
+
+
+def losing(fleet: Fleet, ahead: int, n: int, **run: Any) -> dict[str, Any]:
+    raw = fleet.recipe(ahead, n, **run)
+    raw["optimizer"] |= {"lr": 1e-2}
+    raw["sampler"] |= {"max_age": ahead + 1} if ahead else {}
+    raw["rollout"]["server"] |= {"sync_within": 3.0}
+    return raw
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(ahead: int, model_fleet: Fleet) -> None:
+    """It reports the weights of now, and has those that it started with."""
+    fleet, count = model_fleet, itertools.count()
+
+    def come_back_stale(body: dict[str, Any]) -> None:
+        if next(count) == 20:
+            fleet[1].kill()
+            fleet[1].hooks[UPDATE] = lambda body: (200, {})
+            fleet[1].start()
+        fleet.over.wait(0.05 if body["sampling_params"]["n"] > 1 else 0)
+
+    fleet[0].hooks[GENERATE] = come_back_stale
+    with pytest.raises(OutOfSyncError, match=fleet[1].url):
+        train(parse_config(losing(fleet, ahead, 2, steps=60, save_every=0)), Progress())
+    assert next(count) > 20
+    events = read_log(fleet.folder / "small" / "metrics.jsonl")
+    assert all(event["train/rollout_gap"] < 1e-4 for event in events if event["kind"] == "step" and not ahead)
+
+
+@pytest.mark.parametrize("fails", ["killed", "/pause", UPDATE, "probe"])
+def test_losing_the_servers_loses_no_step(fails: str, model_fleet: Fleet) -> None:
+    """Of an asynchronous run that has not saved yet, whatever of its only server fails after the fourth sync."""
+    fleet, server, count = model_fleet, model_fleet[0], itertools.count()
+
+    def fail(body: dict[str, Any]) -> Answer | None:
+        if next(count) < 5:
+            return None
+        if fails == "killed":
+            server.kill()
+        return (200, {}) if fails == "probe" else (500, {})
+
+    server.hooks[{"killed": "/resume", "probe": UPDATE}.get(fails, fails)] = fail
+    with pytest.raises(OutOfSyncError if fails == "probe" else RolloutError):
+        train(parse_config(losing(fleet, 1, 1, steps=60, save_every=100)), Progress())
+    folder = fleet.folder / "small"
+    steps = [event["step"] for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
+    assert steps[-1] >= 4
+    assert (folder / "checkpoints" / f"step_{steps[-1]:06d}").exists()
+    server.hooks.clear()
+    if not server.alive:
+        server.start()
+    resumed = steps_of(losing(fleet, 1, 1, steps=steps[-1] + 2, save_every=100))
+    assert [step["step"] for step in resumed] == list(range(1, steps[-1] + 3))
+    for step in resumed:
+        assert step["batch/age_max"] <= 2
+        assert 0 < step["train/rollout_ess"] <= 1
+        assert step.get("sync/gap", 0) < 1e-4  # the step that failed has none
+        assert step["train/tokens"] > 0
+    assert max(step["batch/age_max"] for step in resumed) > 0
