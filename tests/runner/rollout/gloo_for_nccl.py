@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
+from dapo_runner.rollout.nccl import Group, NCCLTransfer
 from dapo_runner.rollout.receiver import Receiver
 
 SWITCH = "GLOO_FOR_NCCL"
@@ -44,11 +45,17 @@ class GlooCommunicator:
         del self.gloo
 
 
-def make_unique_id() -> bytes:
-    """Return a free port, as long as an id of NCCL's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"{free.getsockname()[1]:0128}".encode()
+class GlooGroup(Group):
+    @staticmethod
+    def make_unique_id() -> bytes:
+        """Return a free port, as long as an id of NCCL's."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return f"{free.getsockname()[1]:0128}".encode()
+
+
+class Transfer(NCCLTransfer):
+    group_class = GlooGroup
 
 
 def replace(put: Callable[[Any, str, Any], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,21 +82,6 @@ def test_layers_that_vllm_does_not_adapt_are_refused(engine: VLLMEngine, tiny: P
     attention.rotation = copy.deepcopy(attention.q_proj)
     with refused("model.lora.targets"):
         engine.sync(learner.policy)
-
-
-def test_the_base_waits_on_the_host(engine: VLLMEngine, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    llm = SimpleNamespace(
-        sleep=lambda level: calls.append(("sleep", level)),
-        wake_up=lambda tags: calls.append(("wake", *tags)),
-        llm_engine=SimpleNamespace(add_lora=lambda request: calls.append(Path(request.lora_path).is_dir())),
-        reset_prefix_cache=lambda: calls.append("reset") is None,
-    )
-    monkeypatch.setattr(engine, "llm", llm)
-    monkeypatch.setattr(engine, "_may_sleep", True)
-    engine.release()
-    engine.sync(load(lora_config(tiny)).policy)
-    assert calls == [("sleep", 1), ("wake", "weights"), True, ("wake", "kv_cache"), "reset"]
 
 
 def run(folder: Path, steps: int) -> Path:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import gloo_for_nccl
 import pytest
 import torch
 from builders import make_config, save_model
+from served import in_thread, wait_until
 from test_vllm import CPU, SHAPE, change, policy_logprobs
 from transformers import AutoConfig
 
@@ -31,13 +30,10 @@ from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environ
 from dapo_runner.config import Config, ModelConfig, dump_config
 from dapo_runner.http import run
 from dapo_runner.policy.model import load_policy
-from dapo_runner.rollout import nccl, pool
-from dapo_runner.rollout import server as server_module
-from dapo_runner.rollout.client import RolloutError, Server, ServerError, key_file, server_key
-from dapo_runner.rollout.guard import RELEASE, model_facts
-from dapo_runner.rollout.pool import ServerPool
+from dapo_runner.rollout.client import RefusedError, Server, ServerError, key_file, server_key
+from dapo_runner.rollout.guard import CLAIM, OWNED, RELEASE, model_facts
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.rollout.server import ServerEngine
+from dapo_runner.rollout.server import TRANSFERS, ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams
@@ -127,12 +123,29 @@ def assert_alike(found: list[list[Completion]], wanted: list[list[Completion]]) 
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_it_is_the_engine_of_this_process(config: Config, server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+Opener = Callable[..., ServerEngine]
+
+
+@pytest.fixture
+def open_engine(config: Config, server: None) -> Iterator[Opener]:
+    """Return what opens engines over the server, which is let go for the next test."""
+    opened: list[ServerEngine] = []
+
+    def start(of: Config = config, **arguments: Any) -> ServerEngine:
+        opened.append(ServerEngine(str(of.model.path), make_tokenizer(), of, **arguments))
+        return opened[-1]
+
+    yield start
+    for engine in opened:
+        engine.close()
+
+
+def test_it_is_the_engine_of_this_process(config: Config, open_engine: Opener) -> None:
     """Tokens, log-probs, stop strings and greedy responses, before and after new weights; the version is checked."""
     asked, path = prompts(config), config.model.path
     assert path is not None
     inside = VLLMEngine(path, make_tokenizer(), config, CPU)
-    engine = ServerEngine(path, make_tokenizer(), config)
+    engine = open_engine()
     learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
     probe = SyncProbe(asked, config)
     sampling = SamplingParams(n=4, max_tokens=12, seed=3)
@@ -160,22 +173,6 @@ def test_it_is_the_engine_of_this_process(config: Config, server: None, monkeypa
 
     (address,) = engine.pool.servers
     assert run(address.get("/weight_info")) == {"weight_version": engine.transfer.version}
-    engine.updates += 1  # as if it had taken them
-    monkeypatch.setattr(server_module, "ATTEMPTS", 1)
-    with pytest.raises(RolloutError, match=rf"{engine.run}:2.*{engine.run}:3"):
-        engine.generate(asked[:1], sampling)
-
-
-@pytest.fixture(autouse=True)
-def _engines_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the server go for the next test."""
-    opened: list[ServerPool] = []
-    deliver = ServerPool.deliver
-    monkeypatch.setattr(ServerPool, "deliver", lambda own: (opened.append(own), deliver(own))[1])
-    yield
-    for own in opened:
-        own.close()
-        run(own.release())
 
 
 def in_turn(config: Config) -> dict[int, Learner]:
@@ -187,74 +184,53 @@ def in_turn(config: Config) -> dict[int, Learner]:
     return {1: first, 2: second, 3: first, 4: second, 5: first}
 
 
-def open_ahead(config: Config, partial: bool, notes: list[str]) -> ServerEngine:
-    assert config.model.path is not None
-    rollout = config.rollout.model_copy(update={"max_staleness": 1, "partial": partial})
-    ahead = config.model_copy(update={"rollout": rollout})
-    return ServerEngine(config.model.path, make_tokenizer(), ahead, note=notes.append)
+def asynchronous(config: Config, partial: bool) -> Config:
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"max_staleness": 1, "partial": partial})}
+    )
 
 
 def answers_across(
-    engine: ServerEngine, learner: Learner, asked: list[Prompt], sampling: SamplingParams
+    engine: ServerEngine, config: Config, learner: Learner, asked: list[Prompt], sampling: SamplingParams
 ) -> list[tuple[Prompt, Completion]]:
-    """Those of a call in the midst of which new weights come."""
-    found: list[list[Completion]] = []
-    thread = threading.Thread(target=lambda: found.extend(engine.generate(asked, sampling)))
-    answered, check = threading.Event(), engine._checked
-    engine._checked = lambda *answer: (answered.set(), check(*answer))[1]  # type: ignore[method-assign]
-    thread.start()
-    assert answered.wait(60)
+    """Return those of a call in the midst of which new weights come."""
+    before = read_metric(config, "request_success_total")
+    found = in_thread(lambda: engine.generate(asked, sampling))
+    wait_until(lambda: read_metric(config, "request_success_total") > before)
     engine.update_weights(learner.policy.named_weights())
-    thread.join(60)
-    return [(one, answer) for one, group in zip(asked, found, strict=True) for answer in group]
+    return [(one, answer) for one, group in zip(asked, found(), strict=True) for answer in group]
 
 
-def test_weights_in_flight(config: Config, server: None) -> None:
-    """Responses go on, and every token has its log-prob under the weights that gave it, all before it computed anew."""
-    engine, weights = open_ahead(config, True, []), in_turn(config)
-    asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
-    across: list[tuple[Prompt, Completion]] = []
-    for version in range(2, 6):  # on a busy machine no response may be under way in the moment of the swap
-        pairs = answers_across(engine, weights[version], asked, sampling)
-        assert {stretch.version for _, answer in pairs for stretch in answer.versions} == {version - 1, version}
-        across = [(one, answer) for one, answer in pairs if len(answer.versions) == 2]
-        if across:
-            break
-    assert across
-    for one, answer in across[:12]:
-        early, late = answer.versions
-        assert (early.version, late.version) == (version - 1, version)
-        for stretch, part in ((early, slice(0, early.length)), (late, slice(early.length, None))):
-            wanted = policy_logprobs(weights[stretch.version], one, answer)[part]
-            torch.testing.assert_close(answer.logprobs[part], wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_without_partial_responses_end_before_the_new_weights(config: Config, server: None) -> None:
-    """Also where more is queued at the server than runs there: that waits, and none is dropped."""
+@pytest.mark.parametrize("partial", [True, False])
+def test_weights_in_flight(partial: bool, config: Config, open_engine: Opener) -> None:
+    """Every token has its log-prob under the weights that gave it. With ``partial`` responses go on, all before it
+    computed anew; without they end before, also where more is queued at the server than runs there.
+    """
     notes: list[str] = []
-    engine, weights = open_ahead(config, False, notes), in_turn(config)
+    engine, weights = open_engine(asynchronous(config, partial), note=notes.append), in_turn(config)
     asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
     assert 4 * len(asked) > config.rollout.max_batch_sequences
-    by_version: dict[int, list[tuple[Prompt, Completion]]] = {}
-    for version in range(2, 6):
-        pairs = answers_across(engine, weights[version], asked, sampling)
+    for version in range(2, 6):  # on a busy machine no response may be under way in the moment of the swap
+        pairs = answers_across(engine, config, weights[version], asked, sampling)
         assert len(pairs) == 4 * len(asked)
-        assert all(len(answer.versions) == 1 for _, answer in pairs)
-        by_version = {
-            own: [pair for pair in pairs if pair[1].versions[0].version == own] for own in (version - 1, version)
-        }
-        assert sum(map(len, by_version.values())) == len(pairs)
-        if all(by_version.values()):
+        spans = [tuple(span.version for span in answer.versions) for _, answer in pairs]
+        expected = {(version - 1,), (version,)} | ({(version - 1, version)} if partial else set())
+        assert set(spans) <= expected
+        if set(spans) == expected:
             break
-    assert all(by_version.values())
-    for version, pairs in by_version.items():
-        for one, answer in pairs[-6:]:
-            wanted = policy_logprobs(weights[version], one, answer)
-            torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
+    assert set(spans) == expected
+    for own in expected:
+        chosen = [pair for pair, versions in zip(pairs, spans, strict=True) if versions == own]
+        for one, answer in chosen[-6:]:
+            start = 0
+            for span in answer.versions:
+                part = slice(start, start := start + span.length)
+                wanted = policy_logprobs(weights[span.version], one, answer)[part]
+                torch.testing.assert_close(answer.logprobs[part], wanted, atol=1e-4, rtol=1e-4)
     assert not notes
 
 
-def told_by(config: Config, metric: str) -> float:
+def read_metric(config: Config, metric: str) -> float:
     """A sum of the server's own metrics."""
     (url,) = config.rollout.server.urls
     request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {server_key(url, None)}"})
@@ -263,13 +239,11 @@ def told_by(config: Config, metric: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
 
 
-def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
+def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> None:
     """A quarter of the prompts is; the server works on none of the others then, and takes new weights right away."""
-    path = config.model.path
-    assert path is not None
     notes: list[str] = []
     batches = config.rollout.model_copy(update={"max_batch_sequences": 4000})  # all is queued at the server at once
-    engine = ServerEngine(path, make_tokenizer(), config.model_copy(update={"rollout": batches}), note=notes.append)
+    engine = open_engine(config.model_copy(update={"rollout": batches}), note=notes.append)
     asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
 
     def ask_for_more() -> None:
@@ -277,14 +251,11 @@ def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
         assert sorted(map(len, found)) == [0] * 180 + [4] * 60
 
     for _ in range(4):  # on a busy machine it may have answered everything by the time it hears of it
-        before = told_by(config, "request_success_total")
+        before = read_metric(config, "request_success_total")
         ask_for_more()
         assert engine.generate(asked[:1], sampling)[0]
-        until = time.monotonic() + 60
-        while told_by(config, "num_requests_running") + told_by(config, "num_requests_waiting"):
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        if told_by(config, "request_success_total") - before < 4 * len(asked):
+        wait_until(lambda: not sum(read_metric(config, f"num_requests_{state}") for state in ("running", "waiting")))
+        if read_metric(config, "request_success_total") - before < 4 * len(asked):
             break
     else:
         pytest.fail("the server answered every prompt")
@@ -297,87 +268,44 @@ def test_what_is_not_needed_is_dropped(config: Config, server: None) -> None:
     assert not notes
 
 
-def test_a_damaged_file_is_not_loaded(config: Config, server: None) -> None:
-    assert config.model.path is not None
-    engine = ServerEngine(config.model.path, make_tokenizer(), config)
-    (address,), (path,) = engine.pool.servers, engine.transfer.folder.glob("*.safetensors")
-    _, published = engine.transfer._published
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
-    with pytest.raises(ServerError, match="checksum"):
-        run(engine.transfer._load(address, published, is_halfway=False))
-    path.write_bytes(whole)
-    run(engine.transfer._load(address, published, is_halfway=True))
-
-
-def wait_for(config: Config) -> Server:
-    server = Server(config.rollout.server.urls[0], config.rollout.server)
-    for _ in range(2000):
-        try:
-            run(server.get("/health"))
-        except ServerError:
-            time.sleep(0.2)
-        else:
-            break
-    return server
-
-
-def test_it_belongs_to_one_run(config: Config, server: None) -> None:
-    """And to the next at once when the one that has it is killed."""
-    assert config.model.path is not None
-    program = "import json, sys, time; from dapo_runner.rollout.client import Server; "
-    program += "from dapo_runner.rollout.guard import CLAIM; "
-    program += "from dapo_runner.config.rollout import ServerConfig; one = Server(sys.argv[1], ServerConfig()); "
-    program += "from dapo_runner.http import run\n"
-    program += "while True: run(one.post(CLAIM, json.loads(sys.argv[2]))); print('claimed', flush=True); time.sleep(1)"
-    sizes = AutoConfig.from_pretrained(config.model.path)
-    model = model_facts(sizes, "float32", float32_logits=True, batch_invariant=False)
-    claim = json.dumps({"token": "another", "owner": "the other", "model": model})
-    (url,) = config.rollout.server.urls
-    wait_for(config)
-    with subprocess.Popen([sys.executable, "-c", program, url, claim], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(RolloutError, match="the other"):
-            ServerEngine(config.model.path, make_tokenizer(), config)
-        other.kill()
-    assert ServerEngine(config.model.path, make_tokenizer(), config).generate(
-        prompts(config)[:1], SamplingParams(n=1, max_tokens=4)
-    )
-
-
-def test_another_model_is_refused(config: Config, server: None, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    other = make_model(SHAPE.model_copy(update={"hidden_size": 2 * SHAPE.hidden_size}), tokenizer, max_positions=256)
-    wait_for(config)
-    with pytest.raises(RolloutError, match=r"model\.path"):
-        ServerEngine(save_model(other, tokenizer, tmp_path), tokenizer, config)
-
-
-def test_every_path_requires_the_key(
+def test_the_guard_of_a_real_server(
     config: Config, server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (url,) = config.rollout.server.urls
-    own = wait_for(config)
-    with pytest.raises(ServerError, match="no run has claimed"):
+    """It belongs to one run, with the server's model, until that is killed. Without the key nothing is answered."""
+    (url,), sizes = config.rollout.server.urls, AutoConfig.from_pretrained(config.model.path)
+    own = Server(url, config.rollout.server, "another")
+    wait_until(lambda: is_healthy(own))
+    with pytest.raises(ServerError, match="409"):
         run(own.post("/collective_rpc", {"method": "check_health"}))
+    facts = [model_facts(sizes, "float32", is_wide, batch_invariant=False) for is_wide in (False, True)]
+    claims = [{"token": "another", "owner": "the other", "model": model} for model in facts]
+    with pytest.raises(RefusedError, match=r"model\.path"):
+        run(own.post(CLAIM, claims[0]))
+    run(own.post(CLAIM, claims[1]))
+    run(own.post("/collective_rpc", {"method": "check_health"}))
+    with pytest.raises(ServerError, match="the other"):
+        run(Server(url, config.rollout.server).post("/pause"))
+    waited = ServerEngine(str(config.model.path), make_tokenizer(), config)  # for the end of the lease
+    assert waited.generate(prompts(config)[:1], SamplingParams(n=1, max_tokens=4))
+    file = next(waited.transfer.folder.glob("*.safetensors"))
+    with pytest.raises(ServerError, match="500"):
+        run(waited.pool.servers[0].post("/collective_rpc", {"method": "load_weights_file", "args": [str(file), "1"]}))
+    waited.close()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    stranger = Server(url, config.rollout.server)
-    run(stranger.get("/health"))
-    paths = ["/pause", "/update_weights", "/collective_rpc", "/inference/v1/generate", "/init_weight_transfer_engine"]
-    for path in (*paths, "/metrics", "/openapi.json", "/nowhere"):
-        with pytest.raises(ServerError, match="HTTP 401"):
-            run(stranger.post(path))
-    web_page = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
-    request = urllib.request.Request(f"{url}/collective_rpc", b'{"method": "sleep"}', web_page)
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(request, timeout=60)
+    for path in (*OWNED, "/inference/v1/generate", "/metrics", "/openapi.json", "/nowhere"):
+        with pytest.raises(ServerError, match="401"):
+            run(own.post(path))
+
+
+def is_healthy(server: Server) -> bool:
+    with suppress(ServerError):
+        return run(server.get("/health")) is None
+    return False
 
 
 def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gloo in NCCL's place: updates, another trainer between them, a server that is started anew."""
-    monkeypatch.setattr(pool, "RENEW", 60.0)
-    monkeypatch.setattr(nccl, "make_unique_id", gloo_for_nccl.make_unique_id)
+    monkeypatch.setitem(TRANSFERS, "nccl", gloo_for_nccl.Transfer)
     gloo_for_nccl.replace(monkeypatch.setattr)
     gloo_for_nccl.replace_streams(monkeypatch.setattr)
     path, url = config.model.path, free_address()
@@ -391,7 +319,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
     probe = SyncProbe(prompts(config), config)
     with running(command, tmp_path / "log", **environment):
-        engine = ServerEngine(path, make_tokenizer(), config)
+        engine = ServerEngine(path, make_tokenizer(), config, renew=60.0)
         (server,) = engine.pool.servers
         groups = [engine.transfer._groups[server]]
         for _ in range(2):
