@@ -49,45 +49,40 @@ def drifting(policy: Policy, model: Path, **probe: Any) -> tuple[SyncProbe, Drif
     return SyncProbe(PROMPTS, config), Drifting(policy, model), Learner(policy, config)
 
 
-def fall_behind(probe: SyncProbe, engine: Drifting, learner: Learner) -> None:
-    for update in range(58):
-        engine.gap = ROUNDING + update * 0.028 / 57
-        probe(engine, learner)
+NORMAL = [0.003 * (0.5 + step % 3 / 2) for step in range(12)]
+FROZEN = [ROUNDING + update * 0.028 / 57 for update in range(58)]  # far below bfloat16's bound at the end
 
 
-def test_weights_that_fall_behind_slowly_are_found(policy: Policy, model_folder: Path) -> None:
-    """Frozen for 57 updates, at the end off by 0.028, which is far below bfloat16's bound; rounding varies as ever."""
-    probe, engine, learner = drifting(policy, model_folder)
-    for step in range(40):
-        engine.gap = ROUNDING * (0.5 + step % 3 / 2)
-        assert probe(engine, learner)["gap"] == pytest.approx(engine.gap, rel=0.1)
-    with pytest.raises(OutOfSyncError, match=r"rollout\.probe\.bound"):
-        fall_behind(probe, engine, learner)
-    resumed, *_ = drifting(policy, model_folder)
-    for _ in range(3):
-        resumed.remember(ROUNDING)
-    engine.gap = 0.028
-    with pytest.raises(OutOfSyncError):
-        resumed(engine, learner)
+@pytest.mark.parametrize(
+    ("passes", "fails", "settings"),
+    [
+        ([*NORMAL, 0.029], 0.031, {}),  # ten times what was normal
+        (FROZEN[:30], FROZEN[-1], {}),  # frozen from the first update on
+        ([0.19], 0.21, {}),  # the first probes: the bound of the dtype
+        ([0.0001] * 3 + [0.019], 0.0201, {}),  # a tenth of it at least
+        ([0.19] * 4, 0.201, {}),  # and never more
+        ([*[ROUNDING] * 10, 0.09], 0.11, {"bound": 0.1}),  # one that is set is the only one
+        ([], math.nan, {}),  # no log-prob at all
+    ],
+)
+def test_which_gap_is_too_large(
+    passes: list[float], fails: float, settings: dict[str, float], policy: Policy, model_folder: Path
+) -> None:
+    probe, engine, learner = drifting(policy, model_folder, **settings)
+    for engine.gap in passes:
+        found = probe(engine, learner)
+        assert found["gap"] == pytest.approx(engine.gap, rel=0.1)
+        assert found["gap_max"] >= found["gap"]
+    resumed, *_ = drifting(policy, model_folder, **settings)
+    for gap in passes:
+        resumed.remember(gap)
+    engine.gap = fails
+    for one in (probe, resumed):
+        with pytest.raises(OutOfSyncError, match=r"rollout\.probe\.bound"):
+            one(engine, learner)
 
 
-def test_frozen_from_the_first_update_on(policy: Policy, model_folder: Path) -> None:
-    probe, engine, learner = drifting(policy, model_folder)
-    with pytest.raises(OutOfSyncError):
-        fall_behind(probe, engine, learner)
-
-
-def test_a_bound_that_is_set_is_the_only_one(policy: Policy, model_folder: Path) -> None:
-    probe, engine, learner = drifting(policy, model_folder, bound=0.1)
-    for engine.gap in (*[ROUNDING] * 10, 0.09):
-        probe(engine, learner)
-    engine.gap = 0.11
-    with pytest.raises(OutOfSyncError):
-        probe(engine, learner)
-
-
-def test_an_engine_without_any_logprob_does_not_pass(policy: Policy, model_folder: Path) -> None:
-    probe, engine, learner = drifting(policy, model_folder)
+def test_a_probe_that_is_off_asks_nothing(policy: Policy, model_folder: Path) -> None:
+    probe, engine, learner = drifting(policy, model_folder, enabled=False)
     engine.gap = math.nan
-    with pytest.raises(OutOfSyncError):
-        probe(engine, learner)
+    assert probe(engine, learner) == {}

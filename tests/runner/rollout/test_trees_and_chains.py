@@ -70,6 +70,7 @@ def test_values_are_those_of_the_policy() -> None:
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(path="x", dtype="float32")
+TEXTS = ("1+1=", "123+45678=", "7", "90+90=")
 TREE = TreeShape(branching=(3, 2, 2), tokens=2)
 
 
@@ -80,8 +81,7 @@ def engine(model_folder: Path) -> HFEngine:
 
 def grow(engine: HFEngine, places: Sequence[int]) -> list[list[Completion]]:
     """Trees of prompts number ``places``: a rank's share."""
-    texts = ("1+1=", "123+45678=", "7", "90+90=")
-    prompts = [Prompt(texts[place], tuple(engine.tokenizer(texts[place])["input_ids"]), "", "") for place in places]
+    prompts = [Prompt(TEXTS[place], tuple(engine.tokenizer(TEXTS[place])["input_ids"]), "", "") for place in places]
     each = [SamplingParams(n=12, max_tokens=12, seed=5, index=place) for place in places]
     return grow_trees(engine.generate, engine.tokenizer, prompts, each, TREE)
 
@@ -91,32 +91,29 @@ def facts(leaf: Completion) -> tuple[Any, ...]:
 
 
 def test_a_tree_and_its_leaves(engine: HFEngine) -> None:
-    trees = grow(engine, range(4))
-    end = engine.tokenizer.eos_token_id
-    reasons = Counter(leaf.finish_reason for tree in trees for leaf in tree)
+    trees, end = grow(engine, range(4)), engine.tokenizer.eos_token_id
+    leaves = [(text, leaf) for text, tree in zip(TEXTS, trees, strict=True) for leaf in tree]
+    reasons = Counter(leaf.finish_reason for _, leaf in leaves)
     assert min(reasons["stop"], reasons["length"]) > 0
-    assert any(len(leaf.path) < 3 for tree in trees for leaf in tree)  # some end themselves before the last level
+    assert any(len(leaf.path) < 3 for _, leaf in leaves)  # some end before the last level
     for tree in trees:
         children = [[branch.child for branch in leaf.path] for leaf in tree]
         assert children == sorted(children)
         assert len({tuple(path) for path in children}) == len(tree) <= 12
         nodes: dict[tuple[Any, ...], list[int]] = {}
         for leaf in tree:
-            tokens, lengths = leaf.token_ids.tolist(), [branch.length for branch in leaf.path]
-            assert sum(lengths) == leaf.length == leaf.logprobs.numel() <= 12
-            assert all(length == 2 for length in lengths[:-1])
-            assert (tokens[-1] == end) == (leaf.finish_reason == "stop")
-            assert leaf.finish_reason == "stop" or leaf.length == 12
-            assert leaf.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
             for depth in range(1, len(leaf.path) + 1):  # responses of one node share its tokens
-                of_node = tokens[: sum(lengths[:depth])]
+                of_node = leaf.token_ids.tolist()[: sum(branch.length for branch in leaf.path[:depth])]
                 assert nodes.setdefault(leaf.path[:depth], of_node) == of_node
-
-
-def test_log_probs_along_a_tree_are_those_of_the_whole_sequence(engine: HFEngine) -> None:
-    prompt = engine.tokenizer("1+1=")["input_ids"]
-    for leaf in grow(engine, [0])[0]:
-        ids = torch.tensor([*prompt, *leaf.token_ids.tolist()])
+    for text, leaf in leaves:
+        tokens, lengths = leaf.token_ids.tolist(), [branch.length for branch in leaf.path]
+        assert sum(lengths) == leaf.length == leaf.logprobs.numel() <= 12
+        assert all(length == 2 for length in lengths[:-1])
+        assert (tokens[-1] == end) == (leaf.finish_reason == "stop")
+        assert leaf.finish_reason == "stop" or leaf.length == 12
+        assert leaf.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
+        prompt = engine.tokenizer(text)["input_ids"]
+        ids = torch.tensor([*prompt, *tokens])
         with torch.no_grad():
             logits = engine.model(input_ids=ids[None], use_cache=False).logits[0]
         expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
@@ -131,20 +128,6 @@ def test_a_tree_does_not_depend_on_which_rank_grows_it(engine: HFEngine) -> None
     assert [[facts(leaf) for leaf in parts[place]] for place in range(4)] == [
         [facts(leaf) for leaf in tree] for tree in whole
     ]
-    other = grow_trees(
-        engine.generate,
-        engine.tokenizer,
-        [Prompt("", tuple(engine.tokenizer("1+1=")["input_ids"]), "", "")],
-        [SamplingParams(max_tokens=12, seed=6, index=0)],
-        TREE,
-    )
-    assert [facts(leaf) for leaf in other[0]] != [facts(leaf) for leaf in whole[0]]
-
-
-def test_the_branches_of_a_tree_draw_apart(engine: HFEngine) -> None:
-    """No two nodes of a level throw the same dice: of what they add, few are alike by chance."""
-    added = [leaf.token_ids[4:].tolist() for leaf in grow(engine, [1])[0] if len(leaf.path) == 3]
-    assert len({tuple(tokens) for tokens in added}) > len(added) / 2
 
 
 def test_a_continued_response_is_whole(engine: HFEngine) -> None:
