@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from builders import make_config
 from fake_server import UPDATE, FakeServer
 from refusals import refused
-from served import PROMPTS, SAMPLING, Fleet, responses
+from served import PROMPTS, SAMPLING, Fleet, responses, wait_until
 from small import write_recipe
 
 from dapo_runner.cli import main
@@ -216,6 +217,7 @@ def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) ->
         run(Server(server.url, ServerConfig()).post("/pause"))
     if ends == "killed":
         engine.pool.close()  # and nobody renews the claim
+        wait_until(lambda: time.monotonic() > server.ownership.until - 1.0)
     else:
         engine.close()
     assert responses(fleet.open(1).generate(PROMPTS[:2], SAMPLING)) == wanted

@@ -264,7 +264,8 @@ def test_weights_that_are_published_during_the_only_servers_trial_are_sent(fleet
     synced = in_thread(lambda: engine.update_weights(policy.named_weights()) or True)
     wait_until(lambda: engine.updates == 2)
     go_on.set()
-    assert {span.version for group in found() for one in group for span in one.versions} == {2}
+    versions = {span.version for group in found() for one in group for span in one.versions}
+    assert 2 in versions <= {1, 2}
     assert synced()
 
 
