@@ -115,6 +115,7 @@ def call_script(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SCRIPT], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.elsewhere
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
 def test_without_a_device_nothing_is_installed() -> None:
     done = call_script()

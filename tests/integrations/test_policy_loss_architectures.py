@@ -37,7 +37,7 @@ xlstm zamba zamba2 zaya
 ALWAYS = """
 llama gemma2 granite cohere hyperclovax
 bert llama4_text xlnet
-bloom gpt_oss recurrent_gemma xlstm inkling_text rwkv lfm2_moe
+bart bloom gpt_oss recurrent_gemma xlstm inkling_text rwkv lfm2_moe
 """
 
 
