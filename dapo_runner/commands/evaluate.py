@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
         result = evaluate(worker.generate, dataset.heldout, config)
     for group in result.groups[: options.show]:
-        _print_response(group)
+        print_response(group)
     print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
     if options.json is not None:
         options.json.write_text(json.dumps({"model": str(source), **result.metrics}, indent=1), encoding="utf-8")
@@ -83,7 +83,7 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     return config, complete[-1].model
 
 
-def _print_response(group: Group) -> None:
+def print_response(group: Group) -> None:
     sample = group.samples[0]
     verdict = "correct" if sample.correct else "incorrect"
     print(printable(f"--- {verdict}, expected {group.prompt.answer}, extracted {sample.verdict.extracted}"))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 
 from dapo_runner.checkpoint import checkpoint_to_resume
@@ -96,7 +97,8 @@ def _tokenizer(config: Config) -> Any:
     path = config.model.path
     if path is None:
         return make_tokenizer()
-    return load_tokenizer(path, config.model) if Path(path).is_dir() else NoTokenizer()
+    is_here = Path(path).is_dir() or isinstance(try_to_load_from_cache(path, "tokenizer_config.json"), str)
+    return load_tokenizer(path, config.model) if is_here else NoTokenizer()
 
 
 class NoTokenizer:
@@ -108,4 +110,4 @@ class NoTokenizer:
         return {"input_ids": [[] for _ in text]}
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
-        return ""
+        return "\n\n".join(turn["content"] for turn in conversation)

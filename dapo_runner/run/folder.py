@@ -26,6 +26,7 @@ from dapo_runner.config import (
     parse_config,
     read_recipe,
 )
+from dapo_runner.files import atomic_write
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 
@@ -104,11 +105,8 @@ def _owner(file: TextIOWrapper) -> str:
 
 def write_config(config: AnyConfig, folder: Path) -> None:
     """Write the configuration atomically: a kill leaves the old file or the new one. Raises ConfigError."""
-    path = folder / CONFIG_FILE
-    unfinished = path.with_name(path.name + ".unfinished")
     try:
-        unfinished.write_text(dump_config(config), encoding="utf-8")
-        unfinished.replace(path)
+        atomic_write(folder / CONFIG_FILE, dump_config(config))
     except OSError as error:
         raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
 

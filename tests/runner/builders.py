@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +174,24 @@ class CharTokenizer:
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
         assert kwargs == {"tokenize": False, "add_generation_prompt": True}
         return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+
+
+@contextmanager
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """Yield a function that lets no file of this process grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def snippets_of(page: str) -> dict[str, str]:
+    """The marked snippets of a page in docs/, by the names in their marks."""
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"<!-- (.+?) -->\n```\w*\n(.+?)```", text, re.DOTALL))
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from builders import TINY, save_model
 from fake_server import FakeServer
+from small import config_in
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.logging.run_log import RunLog
 from dapo_runner.policy.model import Policy, load_policy
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import ensure_tiny_model, make_model, make_tokenizer
 from docs.glossary import is_documented
 
 
@@ -46,6 +47,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
     return save_model(model, tokenizer, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the small recipe after its warm-up, which takes longer than the run: runs start from it."""
+    folder = tmp_path_factory.mktemp("start")
+    return ensure_tiny_model(config_in(folder), folder / "model", print)
 
 
 @pytest.fixture

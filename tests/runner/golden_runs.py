@@ -59,14 +59,7 @@ def recipe(folder: Path, **run: Any) -> Path:
     return path
 
 
-def one_process(*overrides: str, **run: Any) -> Run:
-    def start(folder: Path) -> Path:
-        return train(recipe(folder, **run), 1, *overrides)
-
-    return start
-
-
-def ranks(n: int, *overrides: str) -> Run:
+def on_ranks(n: int, *overrides: str) -> Run:
     def start(folder: Path) -> Path:
         return train(recipe(folder), n, *overrides)
 
@@ -111,22 +104,25 @@ def asynchronous(folder: Path) -> Path:
         server.kill()
 
 
+CONFIGURATIONS: dict[str, list[str]] = {  # of runs in one process
+    "dapo": [],
+    "grpo": ["algorithm=grpo", "loss.overrides.kl_coef=0"],
+    "ppo": ["algorithm=ppo", "critic.lr=1e-3", "critic.warmup_steps=1"],
+    "ppo_shared": ["algorithm=ppo", "critic.share_trunk=true"],
+    "reinforce_pp": ["algorithm=reinforce_pp"],
+    "spo_chain": SEGMENTS["chain"],
+    "spo_tree": SEGMENTS["tree"],
+    "dpo": ["algorithm=dpo"],
+    "lora_bf16": ["model.lora.rank=4", "model.dtype=bfloat16"],
+    "gspo": ["algorithm=gspo"],
+    "kl_cov": ["algorithm=kl_cov"],
+    "sampling_mask": ["rollout.top_p=0.9", "rollout.top_k=6", "rollout.sampling_mask=true"],
+}
 RUNS: dict[str, Run] = {
-    "dapo": one_process(),
-    "grpo": one_process("algorithm=grpo", "loss.overrides.kl_coef=0"),
-    "ppo": one_process("algorithm=ppo", "critic.lr=1e-3", "critic.warmup_steps=1"),
-    "ppo_shared": one_process("algorithm=ppo", "critic.share_trunk=true"),
-    "reinforce_pp": one_process("algorithm=reinforce_pp"),
-    "spo_chain": one_process(*SEGMENTS["chain"]),
-    "spo_tree": one_process(*SEGMENTS["tree"]),
-    "dpo": one_process("algorithm=dpo"),
-    "lora_bf16": one_process("model.lora.rank=4", "model.dtype=bfloat16"),
-    "gspo": one_process("algorithm=gspo"),
-    "kl_cov": one_process("algorithm=kl_cov"),
-    "sampling_mask": one_process("rollout.top_p=0.9", "rollout.top_k=6", "rollout.sampling_mask=true"),
+    **{name: on_ranks(1, *overrides) for name, overrides in CONFIGURATIONS.items()},
     "several_rewards": several_rewards,
-    "two_ranks": ranks(2),
-    "ulysses": ranks(2, "parallel.sequence=2"),
+    "two_ranks": on_ranks(2),
+    "ulysses": on_ranks(2, "parallel.sequence=2"),
     "resumed": resumed,
     "asynchronous": asynchronous,
 }

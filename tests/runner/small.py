@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from dapo_runner.config import Config, parse_config
+from dapo_runner.logging.progress import Progress
 
 SEGMENTS = {
     "chain": ["advantage.segments={kind: chain, interval: 2, samples: 3}", "sampler.filter_groups=false"],
@@ -43,7 +47,45 @@ def small_recipe(**run: Any) -> dict[str, Any]:
     }
 
 
-def write_recipe(folder: Path, **run: Any) -> Path:
+def recipe_in(folder: Path, start: Path | None = None, /, **sections: Any) -> dict[str, Any]:
+    """The small recipe with its output in ``folder``, from the model ``start`` or one that it warms up itself."""
+    raw = small_recipe(output_dir=str(folder))
+    if start is not None:
+        raw["model"] = {"dtype": "float32", "path": str(start)}
+    for name, values in sections.items():
+        raw[name] = raw.get(name, {}) | values if isinstance(values, dict) else values
+    return raw
+
+
+def config_in(folder: Path, start: Path | None = None, /, **sections: Any) -> Config:
+    return parse_config(recipe_in(folder, start, **sections))
+
+
+def write_recipe(folder: Path, start: Path | None = None, /, **run: Any) -> Path:
     path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(small_recipe(output_dir=str(folder / "runs"), **run)))
+    path.write_text(yaml.safe_dump(recipe_in(folder / "runs", start, run=run)))
     return path
+
+
+class Notes(Progress):
+    """Keeps the notes of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class AtPhase(Notes):
+    """Calls a function when a phase of a run (`dapo_runner.timing`) begins for the ``call``-th time."""
+
+    def __init__(self, name: str, call: int, function: Callable[[], None]) -> None:
+        super().__init__()
+        self.name, self.left, self.function = name, call, function
+
+    def phase(self, name: str) -> None:
+        self.left -= name == self.name
+        if name == self.name and self.left == 0:
+            self.function()

@@ -5,33 +5,27 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import resource
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from builders import make_config, make_group, make_prompt, random_sequences
+from builders import file_size_limit, make_config, make_group, make_prompt, random_sequences
 from refusals import refused
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import (
+    Checkpoint,
     CheckpointError,
     checkpoint_to_resume,
-    files,
+    copy_checkpoint,
     find_checkpoints,
     latest_checkpoint,
     load_checkpoint,
-    model_files,
-    optimizer,
     save_checkpoint,
-    snapshot,
     take_snapshot,
 )
 from dapo_runner.config import ModelConfig
@@ -40,15 +34,15 @@ from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
 
-CPU = torch.device("cpu")
+Parts = tuple[Learner, DynamicSampler]
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 CONFIG = make_config(optimizer={"lr": 1e-3, "warmup_steps": 0, "token_budget": 95})
+PROMPTS = [make_prompt(f"p{i}") for i in range(10)]
 
 
-def make_parts(model: Path, dtype: str = "float32") -> tuple[Learner, DynamicSampler]:
-    policy = load_policy(model, ModelConfig.model_validate({"path": "x", "dtype": dtype}), CPU)
-    prompts = [make_prompt(f"p{i}") for i in range(10)]
-    return Learner(policy, CONFIG), DynamicSampler(PromptCursor(prompts, seed=0), GroupBuffer(CONFIG))
+def make_parts(model: Path, dtype: str = "float32") -> Parts:
+    policy = load_policy(model, ModelConfig.model_validate({"path": "x", "dtype": dtype}), torch.device("cpu"))
+    return Learner(policy, CONFIG), DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(CONFIG))
 
 
 def train(learner: Learner, steps: range) -> list[dict[str, float]]:
@@ -59,19 +53,45 @@ def train(learner: Learner, steps: range) -> list[dict[str, float]]:
     return figures
 
 
+def save(folder: Path, step: int, parts: Parts, keep: int = 2) -> Checkpoint:
+    learner, sampler = parts
+    return save_checkpoint(folder, step, learner, take_snapshot(sampler), keep)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in find_checkpoints(folder)]
+
+
+@pytest.fixture(scope="module")
+def parts(model_folder: Path) -> Parts:
+    """After one update, so that the optimizer has moments. No test trains it further."""
+    learner, sampler = make_parts(model_folder)
+    train(learner, range(1))
+    return learner, sampler
+
+
+@pytest.fixture(scope="module")
+def saved(parts: Parts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in (1, 2):
+        save(folder, step, parts)
+    return folder
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     learner, sampler = make_parts(model_folder, dtype)
     for scaler in learner.scalers():
         scaler.set_growth_interval(4)  # so that it grows after the checkpoint
     train(learner, range(3))
-    saved = save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=2)
-    with safe_open(saved.path / OPTIMIZER, "pt") as stored:
+    checkpoint = save(tmp_path, 3, (learner, sampler))
+    with safe_open(checkpoint.path / OPTIMIZER, "pt") as stored:
         kinds = {name.rpartition("/")[2] for name in stored.keys()}  # noqa: SIM118
     assert ("master" in kinds) == (dtype != "float32")  # of float32 they are the weights of model/
     expected = train(learner, range(3, 6))
-    resumed, resumed_sampler = make_parts(saved.model, dtype)
-    load_checkpoint(saved, resumed, resumed_sampler)
+    resumed, resumed_sampler = make_parts(checkpoint.model, dtype)
+    load_checkpoint(checkpoint, resumed, resumed_sampler)
     assert train(resumed, range(3, 6)) == expected
     for name, tensor in learner.master.tensors.items():
         assert torch.equal(tensor, resumed.master.tensors[name]), name
@@ -82,37 +102,32 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
 def test_sampler_and_every_generator_come_back(model_folder: Path, tmp_path: Path) -> None:
     learner, sampler = make_parts(model_folder)
     sampler.cursor.take(7)
-    sampler.n_rounds = 4
-    sampler.buffer.groups = [make_group("RW", "carried")]
+    sampler.n_rounds, sampler.buffer.groups = 4, [make_group("RW", "carried")]
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=2)
+    checkpoint = save(tmp_path, 1, (learner, sampler))
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     expected, upcoming = draw(), [prompt.id for prompt in sampler.cursor.take(8)]
-    resumed, resumed_sampler = make_parts(saved.model)
-    draw()
-    load_checkpoint(saved, resumed, resumed_sampler)
+    resumed = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(CONFIG))
+    load_checkpoint(checkpoint, learner, resumed)
     assert draw() == expected
-    assert [prompt.id for prompt in resumed_sampler.cursor.take(8)] == upcoming
-    assert resumed_sampler.n_rounds == 4
-    (group,) = resumed_sampler.buffer.groups
-    assert group.prompt == sampler.buffer.groups[0].prompt
-    assert (
-        group.samples[1].completion.logprobs.tolist()
-        == sampler.buffer.groups[0].samples[1].completion.logprobs.tolist()
-    )
+    assert [prompt.id for prompt in resumed.cursor.take(8)] == upcoming
+    assert resumed.n_rounds == 4
+    (before,), (after,) = sampler.buffer.groups, resumed.buffer.groups
+    assert after.prompt == before.prompt
+    for one, other in zip(after.samples, before.samples, strict=True):
+        assert torch.equal(one.completion.logprobs, other.completion.logprobs)
 
 
-def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
-    assert latest_checkpoint(tmp_path / "none") is None
+def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(parts: Parts, tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is checkpoint_to_resume(tmp_path) is None
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, learner, take_snapshot(sampler), keep=2)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2, 3]
+        save(tmp_path, step, parts)
+    assert steps_in(tmp_path) == [2, 3]
     (tmp_path / "step_000009.unfinished").mkdir()
     (tmp_path / "step_000008").mkdir()  # no manifest
     (tmp_path / "notes.txt").write_text("mine")
@@ -120,153 +135,99 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(model_folder: Pa
     whole = state.read_bytes()
     for spoiled in (whole[:-1], whole + b"\0"):  # a copy that broke off, and one that something was added to
         state.write_bytes(spoiled)
-        latest = latest_checkpoint(tmp_path)
-        assert latest is not None
-        assert latest.step == 2
-    save_checkpoint(tmp_path, 3, learner, take_snapshot(sampler), keep=2)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2, 3]
+        assert steps_in(tmp_path) == [2]
+    save(tmp_path, 3, parts)
+    assert steps_in(tmp_path) == [2, 3]
     assert not list(tmp_path.glob("*.unfinished"))
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_dying_while_saving_leaves_the_checkpoint_before_it(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner, sampler = make_parts(model_folder)
-    save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
-    writer = optimizer.HuggingFaceStorageWriter
-    places = (model_files, "save_file"), (writer, "write_data"), (snapshot, "_rng_state"), (files, "force_to_disk")
-    for module, dies_in in places:
-        with monkeypatch.context() as patch:
-            patch.setattr(module, dies_in, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
-        latest = latest_checkpoint(tmp_path)
-        assert latest is not None
-        assert latest.step == 1
-    assert save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1).step == 2
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """The kernel refuses to let any file of this process grow beyond ``size`` bytes: a disk that is full, for real."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
 @pytest.mark.parametrize("room", [100, 3000, 60_000, 100_000])
-def test_a_full_disk_is_told_and_leaves_the_checkpoint_before_it(model_folder: Path, tmp_path: Path, room: int) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before_it(parts: Parts, tmp_path: Path, room: int) -> None:
     """The limit strikes the tokenizer, the weights, or the optimizer's moments, which are twice the weights."""
-    learner, sampler = make_parts(model_folder)
-    train(learner, range(1))
-    save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
-    with (
-        file_size_limit(room),
-        pytest.raises(CheckpointError, match=r"step_000002: .*step_000001"),
-    ):
-        save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
+    save(tmp_path, 1, parts, keep=1)
+    with file_size_limit() as limit:
+        limit(room)
+        with pytest.raises(CheckpointError, match=r"step_000002: .*step_000001"):
+            save(tmp_path, 2, parts, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # no half of one keeps the disk full
-    found = checkpoint_to_resume(tmp_path)
-    assert found is not None
-    assert found.step == 1
-    assert save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1).step == 2
+    assert checkpoint_to_resume(tmp_path) == Checkpoint(tmp_path / "step_000001", 1)
+    assert save(tmp_path, 2, parts, keep=1).step == 2
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
+def test_a_folder_that_cannot_be_written_to_is_named(parts: Parts, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="checkpoints"):
-        save_checkpoint(tmp_path / "file" / "checkpoints", 1, learner, take_snapshot(sampler), keep=1)
+    with pytest.raises(CheckpointError, match="file/checkpoints"):
+        save(tmp_path / "file" / "checkpoints", 1, parts)
+    with pytest.raises(CheckpointError, match=r"step_000001"):  # nor is one that is there already
+        copy_checkpoint(find_checkpoints(saved)[0], saved)
+    assert steps_in(saved) == [1, 2]
 
 
 @pytest.mark.parametrize("file", ["model/model.safetensors", OPTIMIZER, "state.pt", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
-def test_a_damaged_checkpoint_is_refused_by_name(model_folder: Path, tmp_path: Path, file: str, damage: str) -> None:
-    learner, sampler = make_parts(model_folder)
-    train(learner, range(1))
-    for step in (1, 2):
-        save_checkpoint(tmp_path, step, learner, take_snapshot(sampler), keep=2)
-    spoiled = tmp_path / "step_000002" / file
+def test_a_damaged_checkpoint_is_refused_by_name(saved: Path, tmp_path: Path, file: str, damage: str) -> None:
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    spoiled = folder / "step_000002" / file
     content = bytearray(spoiled.read_bytes())
     content[len(content) // 2] ^= 0x80
     spoiled.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
     if damage == "gone":
         spoiled.unlink()
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint_to_resume(tmp_path)
-    assert f"step_000002 is damaged: {file}" in str(caught.value)
-    assert "step 1." in str(caught.value)
-    shutil.rmtree(tmp_path / "step_000002")
-    found = checkpoint_to_resume(tmp_path)
-    assert found is not None
-    assert found.step == 1
+    with pytest.raises(CheckpointError, match=rf"step_000002 .*{file}.* step 1\b"):
+        checkpoint_to_resume(folder)
+    shutil.rmtree(folder / "step_000002")
+    assert checkpoint_to_resume(folder) == Checkpoint(folder / "step_000001", 1)
 
 
-def test_without_checkpoints_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    assert checkpoint_to_resume(tmp_path) is None
-    assert checkpoint_to_resume(tmp_path / "none") is None
-
-
-def test_the_model_of_a_checkpoint_is_an_ordinary_one(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
-    train(learner, range(2))
-    saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
-    model = AutoModelForCausalLM.from_pretrained(saved.model, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(saved.model)
-    ids = torch.tensor([tokenizer("12+34=")["input_ids"]])
-    own = dict(learner.policy.model.named_parameters())
+def test_the_model_of_a_checkpoint_is_an_ordinary_one(parts: Parts, saved: Path) -> None:
+    path = find_checkpoints(saved)[-1].model
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+    own = dict(parts[0].policy.model.named_parameters())
     assert all(torch.equal(parameter, own[name]) for name, parameter in model.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = torch.tensor([tokenizer("12+34=")["input_ids"]])
     assert model(input_ids=ids).logits.shape == (1, 6, len(tokenizer))
 
 
-def test_loading_runs_no_code(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
-
+def test_loading_runs_no_code(parts: Parts, saved: Path, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[object, ...]]:
             return Path.touch, (tmp_path / "ran",)
 
-    torch.save({"step": 1, "sampler": Evil()}, saved.path / "state.pt")
+    checkpoint = copy_checkpoint(find_checkpoints(saved)[-1], tmp_path)
+    torch.save({"step": 1, "sampler": Evil()}, checkpoint.path / "state.pt")
     with pytest.raises(pickle.UnpicklingError):
-        load_checkpoint(saved, learner, sampler)
+        load_checkpoint(checkpoint, *parts)
     assert not (tmp_path / "ran").exists()
-    kinds = {path.suffix for path in saved.path.rglob("*") if path.is_file()}
-    assert kinds <= {".json", ".safetensors", ".pt"}, kinds
+    assert {path.suffix for path in saved.rglob("*") if path.is_file()} <= {".json", ".safetensors", ".pt"}
 
 
-def test_other_data_are_refused(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
-    same = [make_prompt(f"p{i}") for i in range(10)]
+def test_other_data_are_refused(parts: Parts, saved: Path) -> None:
+    learner, checkpoint = parts[0], find_checkpoints(saved)[-1]
     for cursor in (
         PromptCursor([make_prompt("q")], seed=0),
-        PromptCursor([*same[:9], make_prompt("p9", answer="8")], seed=0),
-        PromptCursor(same, seed=0, heldout=[make_prompt("h")]),
+        PromptCursor([*PROMPTS[:9], make_prompt("p9", answer="8")], seed=0),
+        PromptCursor(PROMPTS, seed=0, heldout=[make_prompt("h")]),
     ):
         with refused("data.path"):
-            load_checkpoint(saved, learner, DynamicSampler(cursor, GroupBuffer(CONFIG)))
-    load_checkpoint(saved, learner, DynamicSampler(PromptCursor(same, seed=0), GroupBuffer(CONFIG)))
+            load_checkpoint(checkpoint, learner, DynamicSampler(cursor, GroupBuffer(CONFIG)))
 
 
-def test_the_manifest_names_every_file(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
-    manifest = json.loads((saved.path / "manifest.json").read_text())
-    files = {str(p.relative_to(saved.path)) for p in saved.path.rglob("*") if p.is_file()}
-    assert set(manifest) == files - {"manifest.json"}
+def test_the_manifest_names_every_file(saved: Path) -> None:
+    checkpoint = find_checkpoints(saved)[-1].path
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
+    assert set(manifest) == files.keys() - {"manifest.json"}
+    assert all(entry["bytes"] == files[name].stat().st_size for name, entry in manifest.items())
 
 
-def test_a_checkpoint_of_an_older_version_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    learner, sampler = make_parts(model_folder)
-    saved = save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
-    shutil.rmtree(saved.path / "optimizer")
-    with pytest.raises(CheckpointError, match="older version"):
-        load_checkpoint(saved, learner, sampler)
+def test_a_checkpoint_of_an_older_version_or_of_another_model_is_refused(
+    parts: Parts, saved: Path, start: Path, tmp_path: Path
+) -> None:
+    checkpoint = copy_checkpoint(find_checkpoints(saved)[-1], tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.\S+weight: .*\[\d+, \d+\]"):
+        load_checkpoint(checkpoint, *make_parts(start))
+    shutil.rmtree(checkpoint.path / "optimizer")
+    with pytest.raises(CheckpointError, match="optimizer"):
+        load_checkpoint(checkpoint, *parts)

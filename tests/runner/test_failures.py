@@ -1,189 +1,240 @@
-"""Whatever fails after a step was trained, the step is saved first, and the run goes on as if nothing had happened."""
+"""Whatever ends a run after a step was trained, the step is saved first, and the run goes on as if nothing had
+happened: an error in any phase, Ctrl-C, SIGTERM, an engine that is out of sync.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from test_train import Notes, config_in
+import torch
+from fake_server import UPDATE, FakeServer
+from safetensors.torch import load_file
+from small import AtPhase, Notes, config_in
 
-from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config
+from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
 from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import Progress
-from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
-from dapo_runner.rollout.asynchronous import AsynchronousSampler
-from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.run.steps import Run
+from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
+from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.train import train
+
+STEADY: dict[str, Any] = {"filter_groups": False}  # every step samples in one round and makes two updates
 
 
 class LostError(Exception):
     """A server, a tracker or a disk is gone."""
 
 
-def rare(folder: Path, **sections: Any) -> Config:
+def send(*signals: signal.Signals) -> None:
+    """Send this process signals; without one, fail."""
+    for number in signals:
+        os.kill(os.getpid(), number)
+    if not signals:
+        raise LostError
+
+
+def rare(folder: Path, start: Path, **sections: Any) -> Config:
     """Four steps, the only checkpoint after the last of them."""
-    return config_in(folder, run={"save_every": 0}, **sections)
-
-
-def fail_at(patch: pytest.MonkeyPatch, owner: type, method: str, call: int, error: Callable[[], None]) -> None:
-    original, calls = getattr(owner, method), iter(range(1, 10**6))
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            error()
-        return original(*arguments, **options)
-
-    patch.setattr(owner, method, failing)
-
-
-def lose() -> None:
-    raise LostError
+    run = {"save_every": 0} | sections.pop("run", {})
+    return config_in(folder, start, run=run, sampler=STEADY | sections.pop("sampler", {}), **sections)
 
 
 def saved_steps(folder: Path) -> list[int]:
-    return [found.step for found in find_checkpoints(folder / CHECKPOINTS)]
+    return [found.step for found in find_checkpoints(folder / "small" / CHECKPOINTS)]
 
 
-def without_sync(folder: Path) -> list[dict[str, Any]]:
-    events = read_log(folder / "metrics.jsonl")
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_log(run / "metrics.jsonl") if event["kind"] == kind]
+
+
+def without_sync(run: Path) -> list[dict[str, Any]]:
+    """The probe behind the last step before an error is not logged."""
+    events = read_log(run / "metrics.jsonl")
     return [{key: value for key, value in event.items() if not key.startswith("sync/")} for event in events]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(rare(tmp_path_factory.mktemp("whole")), Progress())
+def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(rare(tmp_path_factory.mktemp("whole"), start), Notes())
 
 
-# The engine is given weights when it is made, and asked by the probe before the first step.
 @pytest.mark.parametrize(
-    ("owner", "method", "call"),
-    [(HFEngine, "update_weights", 3), (SyncProbe, "__call__", 4), (RunLog, "evaluation", 2), (Run, "end_step", 4)],
-    ids=["sync", "probe", "evaluation", "end of step"],
-)
-def test_a_failure_after_a_trained_step(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
-) -> None:
-    notes = Notes()
-    with monkeypatch.context() as patch:
-        fail_at(patch, owner, method, call, lose)
-        with pytest.raises(LostError):
-            train(rare(tmp_path), notes)
-    (step,) = saved_steps(tmp_path / "small")
-    assert 1 < step < 4
-    assert any(f"step {step} is saved" in line for line in notes.lines)
-    logged = [event["step"] for event in read_log(tmp_path / "small" / "metrics.jsonl") if event["kind"] == "step"]
-    assert logged == list(range(1, step + 1))
-    train(rare(tmp_path), Progress())
-    assert without_sync(tmp_path / "small") == without_sync(whole)
-
-
-def test_an_engine_out_of_sync_takes_no_step_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HFEngine, "update_weights", lambda engine, weights: None)
-    with pytest.raises(OutOfSyncError):
-        train(rare(tmp_path, rollout={"probe": {"bound": 1e-5}}), Progress())
-    assert saved_steps(tmp_path / "small") == [1]
-
-
-def test_a_mismatch_above_the_bar_warns_or_stops_with_the_step_saved(tmp_path: Path) -> None:
-    """float32 rounds differently when it decodes, so its KL is not 0."""
-    notes = Notes()
-    train(rare(tmp_path / "warned", rollout={"max_mismatch_kl": 1e-30}), notes)
-    steps = [event for event in read_log(tmp_path / "warned/small/metrics.jsonl") if event["kind"] == "step"]
-    above = sum(event["train/rollout_k3"] > 1e-30 for event in steps)
-    assert above == sum("rollout.max_mismatch_kl" in line for line in notes.lines) > 0
-    stopping = rare(tmp_path, rollout={"max_mismatch_kl": 1e-30, "on_mismatch": "error"})
-    for step in (1, 2):  # the same command goes on after the step that is saved
-        with pytest.raises(OutOfSyncError, match=r"rollout\.max_mismatch_kl"):
-            train(stopping, Progress())
-        assert saved_steps(tmp_path / "small")[-1] == step
-
-
-def interrupt_twice() -> None:
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.parametrize(("owner", "method", "call"), [(SyncProbe, "__call__", 4), (Run, "training_records", 3)])
-def test_two_signals_outside_an_update_save_the_last_step(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
-) -> None:
-    with monkeypatch.context() as patch:
-        fail_at(patch, owner, method, call, interrupt_twice)
-        with pytest.raises(KeyboardInterrupt):
-            train(rare(tmp_path), Progress())
-    assert saved_steps(tmp_path / "small") == [3 if owner is SyncProbe else 2]
-    train(rare(tmp_path), Progress())
-    assert without_sync(tmp_path / "small") == without_sync(whole)
-
-
-def test_two_signals_during_an_update_save_nothing_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the step's updates are in the weights by then."""
-    update, notes, numbers = Learner.update, Notes(), list[int]()
-
-    def interrupted(learner: Learner, mini: Any, step: int) -> Any:
-        numbers.append(mini.index)
-        if step == 2 and mini.index == 1:
-            interrupt_twice()
-        return update(learner, mini, step)
-
-    monkeypatch.setattr(Learner, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(rare(tmp_path), notes)
-    assert max(numbers) == 1
-    assert saved_steps(tmp_path / "small") == []
-    assert any("the last checkpoint is of step 0" in line for line in notes.lines)
-
-
-# The engine sends weights when it is made. Groups that were taken and not trained on wait for the next start.
-@pytest.mark.parametrize(("fail", "error"), [(lose, LostError), (interrupt_twice, KeyboardInterrupt)])
-@pytest.mark.parametrize(
-    ("owner", "method", "call", "saved"),
+    ("phase", "call", "signals", "saved"),
     [
-        (ServerEngine, "update_weights", 4, 3),
-        (ServerEngine, "answers_to_probe", 4, 3),
-        (Run, "training_records", 3, 2),
-        (AsynchronousSampler, "_wait_for_step", 3, 2),
+        ("sync", 6, [], 2),  # three in a step, the last one sends the weights
+        ("probe", 3, [], 2),  # the first one is before the first step
+        ("evaluate", 2, [], 2),
+        ("rollout", 3, [], 2),
+        ("pack", 5, [], 2),  # two in a step
+        ("optimizer", 9, [], 2),  # four in a step: the norm and AdamW of two updates
+        ("optimizer", 11, [], None),  # the first update of step 3 has changed the weights
+        ("probe", 4, 2 * [SIGINT], 3),
+        ("pack", 5, 2 * [SIGINT], 2),
+        ("optimizer", 7, 2 * [SIGINT], None),
+        ("forward_backward", 3, [SIGINT], 2),  # once: the step is finished
+        ("rollout", 3, [SIGTERM], 3),
+        ("optimizer", 7, 3 * [SIGTERM], 2),  # from torchrun and its parent
     ],
 )
-def test_a_failure_of_a_run_with_asynchronous_rollouts(
+def test_a_run_that_ends_in_any_phase_goes_on_after_its_last_step(
+    whole: Path,
+    start: Path,
+    tmp_path: Path,
+    phase: str,
+    call: int,
+    signals: list[signal.Signals],
+    saved: int | None,
+) -> None:
+    handlers = [signal.getsignal(number) for number in (SIGINT, SIGTERM)]
+    notes = AtPhase(phase, call, lambda: send(*signals))
+    with pytest.raises(KeyboardInterrupt if signals else LostError):
+        train(rare(tmp_path, start), notes)
+    assert [signal.getsignal(number) for number in (SIGINT, SIGTERM)] == handlers
+    assert saved_steps(tmp_path) == ([] if saved is None else [saved])
+    assert any(f"step {saved or 0}" in line for line in notes.lines)  # the last one that is saved
+    if saved is not None:
+        steps = [event["step"] for event in events_of(tmp_path / "small", "step")]
+        assert steps == list(range(1, saved + 1))
+    run = train(rare(tmp_path, start), Notes())
+    assert without_sync(run) == without_sync(whole)
+
+
+# Groups that were taken and not trained on wait for the next start.
+@pytest.mark.parametrize(
+    ("phase", "call", "signals", "saved"),
+    [
+        ("sync", 9, [], 3),
+        ("probe", 4, 2 * [SIGINT], 3),
+        ("pack", 5, [], 2),
+        ("wait", 3, 2 * [SIGINT], 2),
+    ],
+)
+def test_a_run_with_asynchronous_rollouts_loses_neither_a_step_nor_a_group(
     tmp_path: Path,
     model_folder: Path,
     servers: list[FakeServer],
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    method: str,
+    phase: str,
     call: int,
+    signals: list[signal.Signals],
     saved: int,
-    fail: Callable[[], None],
-    error: type[BaseException],
 ) -> None:
-    urls = [server.url for server in servers]
-    rollout = {"engine": "server", "server": {"urls": urls, "folder": str(tmp_path)}, "max_staleness": 1}
-    config = rare(
-        tmp_path,
-        model={"tiny": None, "path": str(model_folder)},
-        rollout={"max_response_tokens": 6, "correction": {"weights": "token"}, **rollout},
-        sampler={"filter_groups": False, "max_age": 2},
-    )
-    with monkeypatch.context() as patch:
-        fail_at(patch, owner, method, call, fail)
-        with pytest.raises(error):
-            train(config, Progress())
-    assert saved_steps(tmp_path / "small") == [saved]
+    ahead = {"max_staleness": 1, "correction": {"weights": "token"}}
+    config = on_servers(tmp_path, model_folder, servers, sampler={"max_age": 2}, rollout=ahead)
+    with pytest.raises(KeyboardInterrupt if signals else LostError):
+        train(config, AtPhase(phase, call, lambda: send(*signals)))
+    assert saved_steps(tmp_path) == [saved]
     notes = Notes()
-    events = read_log(train(config, notes) / "metrics.jsonl")
-    steps = {event["step"]: event for event in events if event["kind"] == "step"}
+    steps = {event["step"]: event for event in events_of(train(config, notes), "step")}
     assert list(steps) == [1, 2, 3, 4]
     assert all(step["batch/groups"] == 4 for step in steps.values())
-    (told,) = (note for note in notes.lines if "groups are left over" in note)
-    assert int(told.split()[0]) >= 4 * (saved == 2)
+    (left,) = (line for line in notes.lines if "groups are left over" in line)
+    assert int(left.split()[0]) >= 4 * (saved == 2)
+
+
+def on_servers(folder: Path, model: Path, servers: list[FakeServer], **sections: Any) -> Config:
+    named = {"urls": [server.url for server in servers], "folder": str(folder)}
+    rollout = {"engine": "server", "server": named, "max_response_tokens": 6} | sections.pop("rollout", {})
+    return rare(folder, model, rollout=rollout, **sections)
+
+
+def test_an_engine_without_the_new_weights_is_found_out(
+    tmp_path: Path, model_folder: Path, servers: list[FakeServer]
+) -> None:
+    """By the probe at once, with the step saved; without it by the rollout gap of the steps that follow."""
+    for server in servers:
+        server.hooks[UPDATE] = lambda body: (200, {})
+    fast = {"lr": 5e-3, "warmup_steps": 0}
+    with pytest.raises(OutOfSyncError):
+        train(on_servers(tmp_path, model_folder, servers, optimizer=fast), Notes())
+    assert saved_steps(tmp_path) == [1]
+    unprobed = {"probe": {"enabled": False}}
+    run = train(on_servers(tmp_path / "unprobed", model_folder, servers, optimizer=fast, rollout=unprobed), Notes())
+    first, *_, last = events_of(run, "step")
+    assert first["train/rollout_gap"] < 1e-3
+    assert last["train/rollout_gap"] > 1e-2
+    assert "sync/gap" not in first
+
+
+def test_a_mismatch_above_the_limit_warns_or_stops_with_the_step_saved(tmp_path: Path, start: Path) -> None:
+    """float32 rounds differently when it decodes, so its KL is not 0."""
+    notes, limit = Notes(), {"max_mismatch_kl": 1e-30}
+    steps = events_of(train(rare(tmp_path / "warned", start, rollout=limit), notes), "step")
+    above = sum(event["train/rollout_k3"] > 1e-30 for event in steps)
+    assert above == sum("rollout.max_mismatch_kl" in line for line in notes.lines) > 0
+    for step in (1, 2):  # the same command goes on after the step that is saved
+        with pytest.raises(OutOfSyncError, match=r"rollout\.max_mismatch_kl"):
+            train(rare(tmp_path, start, rollout=limit | {"on_mismatch": "error"}), Notes())
+        assert saved_steps(tmp_path)[-1] == step
+
+
+def test_a_step_that_would_end_too_late_is_given_up(tmp_path: Path, start: Path) -> None:
+    """The signal is first answered with a promise to save the step; another line takes it back."""
+    run = {"eval_every": 0, "steps": 3}
+    whole = train(rare(tmp_path / "whole", start, run=run), Notes())
+    late = rare(tmp_path, start, run=run | {"grace": 1e-9})
+    notes = AtPhase("rollout", 3, lambda: send(SIGTERM))
+    with pytest.raises(StepGivenUpError) as given_up:
+        train(late, notes)
+    assert saved_steps(tmp_path) == [2]
+    kept, abandoned = ([line for line in notes.lines if f"step {step} " in line] for step in (2, 3))
+    assert not any(str(given_up.value) in line for line in kept)
+    assert all(str(given_up.value) in line for line in abandoned)
+    assert kept
+    assert abandoned
+    assert (train(late, Notes()) / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "grace", "is_given_up"),
+    [(SIGTERM, 1e-9, True), (SIGINT, 1e-9, False), (SIGTERM, 1e6, False)],
+)
+def test_only_sigterm_gives_up_a_step_in_the_midst(number: signal.Signals, grace: float, is_given_up: bool) -> None:
+    try:
+        with StopRequest(grace=grace) as stop:
+            stop.expect_step(1000.0)
+            with stop.giving_up():
+                send(number)
+        assert not is_given_up
+    except StepGivenUpError:
+        assert is_given_up
+    assert stop.requested
+
+
+def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd sends it to torchrun, which passes it on, and to its ranks. Ctrl-C and a later one count."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for number, seconds in ((SIGINT, 0.0), (SIGTERM, ONE_STOP)):
+        with StopRequest() as stop:
+            send(SIGTERM, SIGTERM, SIGTERM)
+            assert stop.requested
+            now += seconds
+            with pytest.raises(KeyboardInterrupt):
+                send(number)
+
+
+def test_an_update_that_is_not_finite_is_kept_and_a_lower_rate_goes_on(start: Path, tmp_path: Path) -> None:
+    """The error advises a lower optimizer.lr; the same folder used to refuse it."""
+    warm = {"warmup_steps": 0}
+    train(rare(tmp_path, start, run={"steps": 2}, optimizer=warm), Notes())
+    with pytest.raises(NonFiniteUpdateError, match=r"optimizer\.lr") as caught:
+        train(rare(tmp_path, start, optimizer=warm | {"lr": 1e30}), Notes())
+    (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
+    assert str(kept.parent) in str(caught.value)
+    stored, batches = load_file(kept), caught.value.mini.micro_batches
+    wanted = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.tensors().items()}
+    assert stored.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in stored.items())
+    assert saved_steps(tmp_path) == [2]
+    run = train(rare(tmp_path, start, optimizer=warm | {"lr": 1e-4}), Notes())
+    assert [event["train/lr"] for event in events_of(run, "step")] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+    changes = [(event["step"], event["key"]) for event in read_log(run / CHANGES_FILE)]
+    assert (2, "optimizer.lr") in changes

@@ -1,22 +1,38 @@
-"""Files that stay whole: atomic replacement, JSON lines, locks."""
+"""Files that stay whole, and a run's folder: one process at a time, and what an earlier attempt left there."""
 
 from __future__ import annotations
 
-import resource
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from builders import file_size_limit
+from forks import CONTEXT
+from refusals import refused
+from small import Notes, config_in, write_recipe
 
-from dapo_runner.errors import ConfigError
-from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl
+from dapo_runner.cli import main
+from dapo_runner.config import ConfigError, load_config
+from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl
+from dapo_runner.logging.metrics import METRICS_FILE
+from dapo_runner.run.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
+from dapo_runner.run.start import open_run
+from dapo_runner.train import train
 
 
 def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    append_jsonl(path, [{"a": 1}, {"b": "caf\ud800é"}])
+    path, rows = tmp_path / "rows.jsonl", [{"a": 1}, {"b": "caf\ud800é"}]
+    append_jsonl(path, rows)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"c"')
-    assert read_jsonl(path) == [{"a": 1}, {"b": "caf\ud800é"}]
+    assert read_jsonl(path) == rows
     drop_incomplete_line(path)
     assert path.read_bytes() == whole
     path.write_bytes(whole + b"no\n")
@@ -25,15 +41,13 @@ def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path) -> No
 
 
 def test_a_write_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
-    path, limit = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "rows.jsonl"
     append_jsonl(path, [{"a": 1}])
     before = path.read_bytes()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"rows\.jsonl|too large"):
+    with file_size_limit() as limit:
+        limit(len(before) + 9)
+        with pytest.raises(OSError, match=r"rows\.jsonl"):
             append_jsonl(path, [{"b": "x" * 99}])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == before
 
 
@@ -45,9 +59,98 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_is_exclusive_until_it_is_closed(tmp_path: Path) -> None:
-    held = lock_file(tmp_path / "lock")
-    with pytest.raises(BlockingIOError):
-        lock_file(tmp_path / "lock")
-    held.close()
-    lock_file(tmp_path / "lock").close()
+def hold(folder: Path, pipe: Connection) -> None:
+    lock = lock_folder(folder, print)
+    child = os.fork()  # as the workers of a plug-in's multiprocessing.Pool
+    if child:
+        pipe.send(child)
+    time.sleep(600)
+    lock.close()
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[int]:
+    """Another process that has the folder's lock and is killed in the end; a child of it lives on."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=hold, args=(folder, theirs))
+    process.start()
+    child = ours.recv()
+    try:
+        assert process.pid is not None
+        yield process.pid
+        process.kill()
+        process.join()
+        lock_folder(folder, print).close()
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_process_in_a_runs_folder_may_only_read(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to train beside the first: every step stood twice in the metrics, and both ended with 0."""
+    recipe = str(write_recipe(tmp_path, start, steps=1))
+    folder = train(load_config(recipe), Notes())
+    before = (folder / "metrics.jsonl").read_bytes()
+    with holder(folder) as pid:
+        capsys.readouterr()
+        assert main(["train", recipe, "run.steps=2"]) == 2
+        error = capsys.readouterr().err
+        assert f"process {pid} on {socket.gethostname()}" in error
+        assert error.count("\n") == 1
+        assert (folder / "metrics.jsonl").read_bytes() == before
+        for command in (["eval", str(folder)], ["show", str(folder)], ["train", recipe, "--dry-run"]):
+            assert main(command) == 0
+    assert train(load_config(recipe, ["run.steps=2"]), Notes()) == folder
+
+
+def test_the_lock_goes_with_the_run(start: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, start)
+    with open_run(config, Notes()) as run:
+        assert json.loads((run.folder / LOCK_FILE).read_text()) == {"pid": os.getpid(), "host": socket.gethostname()}
+        with pytest.raises(ConfigError, match=str(os.getpid())):
+            open_run(config, Notes())
+        (run.folder / LOCK_FILE).write_text("")  # the owner has not written its name yet
+        with refused("run.name"):
+            lock_folder(run.folder, print)
+    lock_folder(run.folder, print).close()
+
+
+def test_an_attempt_that_failed_leaves_no_lock_and_does_not_bind_the_next(start: Path, tmp_path: Path) -> None:
+    with refused("data.template"):  # of the tiny model's vocabulary
+        train(config_in(tmp_path, data={"template": "What is {question}?"}), Notes())
+    assert train(config_in(tmp_path, start, run={"steps": 1}), Notes()) == tmp_path / "small"
+
+
+def test_a_launcher_that_torch_does_not_know_is_refused(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, start, run={"steps": 1})
+    for size, refusal in (("2", "WORLD_SIZE=2"), ("1", None)):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        if refusal is not None:
+            with pytest.raises(ConfigError, match=refusal):
+                train(config, Notes())
+            assert not (tmp_path / "small").exists()
+        else:
+            assert train(config, Notes()).is_dir()
+
+
+def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    write_config(config_in(tmp_path), folder)
+    log = folder / METRICS_FILE
+    log.touch()
+    assert check_same_run(config_in(tmp_path, algorithm="grpo"), folder)
+    log.write_text("{}\n")
+    with refused("run.name"):
+        check_same_run(config_in(tmp_path, algorithm="grpo"), folder)
+
+
+@pytest.mark.parametrize("content", ["run: [", "run: {steps: many}\nreward: {}"])
+def test_a_broken_configuration_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / CONFIG_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=str(tmp_path / CONFIG_FILE)):
+        read_config(tmp_path)

@@ -1,100 +1,131 @@
-"""The recipes: the paper's table figure by figure, and what a plan says of it."""
+"""The recipes and the pages about them: the paper's table, what a plan says, and tables that were measured."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from builders import snippets_of
 from refusals import refused
+from small import SEGMENTS, Notes
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
-from dapo_runner.config import ConfigError, load_config
-from dapo_runner.logging.progress import Progress
-from dapo_runner.preflight.dry_run import summarize
-from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape, phase_estimate
+from dapo_runner.config import load_config, parse_config
+from dapo_runner.config.section import flatten
+from dapo_runner.preflight.dry_run import departures, summarize
+from dapo_runner.preflight.memory import GPU_MEMORY, memory_estimate, model_shape
 from dapo_runner.train import train
+from docs.models.one_gpu import CASES, FULL, LORA, case_name, rows_of
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-PAPER = RECIPES / "qwen2.5-32b.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES, DOCS = ROOT / "recipes", ROOT / "docs"
+PAPER, ONE_GPU = RECIPES / "qwen2.5-32b.yaml", RECIPES / "qwen3-8b-1gpu.yaml"
+EIGHT_BILLION = 8_190_735_360  # parameters of Qwen3-8B: 36 layers of 192,946,432, two of 622,329,856, a norm of 4096
+PAPERS_TABLE = """
+model: {path: Qwen/Qwen2.5-32B}
+optimizer: {lr: 1.0e-06, warmup_steps: 20, weight_decay: 0.1, grad_clip: 1.0, token_budget: 22528}
+sampler: {prompts_per_step: 512, filter_groups: true}
+rollout: {group_size: 16, max_prompt_tokens: 2048, max_response_tokens: 20480, temperature: 1.0, top_p: 1.0}
+reward: {kind: dapo, correct: 1.0, incorrect: -1.0}
+reward.overlong: {soft_punishment: true, filter: false, cache_length: 4096}
+advantage: {kind: group_std}
+evaluation: {k: 32, temperature: 1.0, top_p: 0.7}
+run: {steps: 320, eval_every: 5, save_every: 5}
+parallel: {sequence: 8, rollout_tensor: 4, gpus: 128}
+"""
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def measured(text: str, pattern: str) -> list[str]:
+    """The lines of the published result that a page links to."""
+    (path,) = re.findall(rf"\]\(\.\./(benchmarks/results/{pattern})\)", text)
+    return (ROOT / path).read_text(encoding="utf-8").splitlines()
 
 
 def test_the_papers_recipe_is_the_papers_table() -> None:
     config = load_config(PAPER)
-    assert config.model.path == "Qwen/Qwen2.5-32B"
-    optimizer = config.optimizer
-    assert (optimizer.lr, optimizer.warmup_steps, optimizer.weight_decay, optimizer.grad_clip) == (1e-6, 20, 0.1, 1.0)
-    assert (config.sampler.prompts_per_step, config.rollout.group_size) == (512, 16)
-    assert (config.mini_batch_size, config.updates_per_step) == (512, 16)
+    values = flatten(config.model_dump(mode="json"))
+    assert flatten(yaml.safe_load(PAPERS_TABLE)).items() <= values.items()
+    assert resolve_objective(config) == OBJECTIVES["dapo"]
+    assert (config.mini_batch_size, config.updates_per_step, config.overlong_max_length) == (512, 16, 20480)
     assert round(config.sampler.prompts_per_step / config.sampler.initial_acceptance) == 1536
-    assert (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
-    overlong = config.reward.overlong
-    assert (overlong.soft_punishment, overlong.filter) == (True, False)
-    assert (config.overlong_max_length - overlong.cache_length, overlong.cache_length) == (16384, 4096)
-    objective = resolve_objective(config)
-    assert (objective.surrogate, objective.ratio) == ("clip", "token")
-    assert (objective.clip_low, objective.clip_high, objective.dual_clip) == (0.2, 0.28, None)
-    assert (objective.aggregate, objective.kl_coef, objective.entropy_coef) == ("token-mean", 0.0, 0.0)
-    assert objective == OBJECTIVES["dapo"]
-    assert config.advantage.kind == "group_std"
-    assert (config.reward.kind, config.reward.correct, config.reward.incorrect) == ("dapo", 1.0, -1.0)
-    assert config.sampler.filter_groups
-    assert (config.rollout.temperature, config.rollout.top_p) == (1.0, 1.0)
-    evaluation = config.evaluation
-    assert (evaluation.k, evaluation.temperature, evaluation.top_p) == (32, 1.0, 0.7)
-    assert (config.run.steps, config.run.eval_every, config.run.save_every) == (320, 5, 5)
-    assert config.optimizer.token_budget == 22528
-    parallel = config.parallel
-    assert (parallel.sequence, parallel.rollout_tensor, parallel.gpus) == (8, 4, 16 * 8)
 
 
 def test_its_plan_counts_steps_tokens_and_memory() -> None:
     config = load_config(PAPER)
-    summary = summarize(config)
+    summary, shape = summarize(config), model_shape(config.model)
     assert summary["per step"] == "512 prompts × 16 = 8192 responses, 16 updates of 512"
-    assert f"{8192 * 20480:,} tokens per step" in summary["trained on"]
-    shape = model_shape(config.model)
+    assert f"{8192 * 20480:,} tokens" in summary["trained on"]
     assert shape is not None
     assert shape.parameters == pytest.approx(32.76e9, rel=1e-3)  # 32.76 billion by the model's card
     memory = memory_estimate(config, shape)
-    assert memory["weights"] == memory["gradients"] == pytest.approx(4 * shape.parameters / 128, rel=1e-6)
-    assert memory["AdamW moments"] == pytest.approx(8 * shape.parameters / 128, rel=1e-6)
-    assert memory["engine's weights"] == pytest.approx(2 * shape.parameters / 4, rel=1e-6)
-    assert memory["KV cache, for one response at full length"] == 2 * 22528 * 64 * 1024 * 2 // 4
-    assert memory["logits of a chunk"] == 22528 // 8 * 152064 * 2  # a rank has an eighth of the positions
     assert memory["activations of a micro-batch"] > 64 * 5120 * 22528 // 8 * 2  # every layer's input
+    assert memory["logits of a chunk"] == 22528 // 8 * 152064 * 2  # a rank has an eighth of the positions
+    assert memory["KV cache, for one response at full length"] == 2 * 22528 * 64 * 1024 * 2 // 4
+    parts = {"weights": 4 / 128, "gradients": 4 / 128, "AdamW moments": 8 / 128, "engine's weights": 2 / 4}
+    for what, bytes_each in parts.items():
+        assert memory[what] == pytest.approx(bytes_each * shape.parameters, rel=1e-6), what
     assert "reference weights" not in memory
     assert sum(memory.values()) < 80 * 2**30  # the paper's GPUs
-    for what in memory:
-        assert f"  {what}" in summary
+    assert all(f"  {what}" in summary for what in memory)
 
 
 def test_a_plan_counts_adapters_and_a_reference() -> None:
     penalised = load_config(PAPER, ["loss.overrides.kl_coef=0.1"])
     shape = model_shape(penalised.model)
     assert shape is not None
-    assert memory_estimate(penalised, shape)["reference weights"] == memory_estimate(penalised, shape)["weights"] // 2
+    memory = memory_estimate(penalised, shape)
+    assert memory["reference weights"] == memory["weights"] // 2
     adapted = load_config(PAPER, ["loss.overrides.kl_coef=0.1", "model.lora.rank=32"])
     memory = memory_estimate(adapted, shape)
     assert "reference weights" not in memory  # the base with its adapters off
-    assert memory["weights"] == pytest.approx((2 * shape.parameters + memory["gradients"] * 128) / 128, rel=1e-6)
     # q, k, v, o and three of the MLP: rank × (in + out) each.
-    per_layer = 2 * (5120 + 5120) + 2 * (5120 + 1024) + 3 * (5120 + 27648)
-    assert memory["gradients"] == 64 * 32 * per_layer * 4 // 128
-    assert f"{64 * 32 * per_layer:,} train" in summarize(adapted)["parameters"]
+    trained = 64 * 32 * (2 * (5120 + 5120) + 2 * (5120 + 1024) + 3 * (5120 + 27648))
+    assert memory["gradients"] == trained * 4 // 128
+    assert memory["weights"] == pytest.approx((2 * shape.parameters + 4 * trained) / 128, rel=1e-6)
+    assert f"{trained:,} train" in summarize(adapted)["parameters"]
 
 
-def test_what_fits_on_one_gpu() -> None:
-    config = load_config(RECIPES / "qwen3-8b-1gpu.yaml")
-    shape = model_shape(config.model)
-    assert shape is not None
-    assert max(phase_estimate(config, memory_estimate(config, shape)).values()) < GPU_MEMORY
-    states = {"float32 masters": 4, "gradients": 4, "AdamW moments": 8}
-    assert host_estimate(config, shape) == {what: size * shape.parameters for what, size in states.items()}
-    beside = load_config(RECIPES / "qwen3-8b-1gpu.yaml", ["optimizer.offload=false"])
-    assert phase_estimate(beside, memory_estimate(beside, shape))["update"] > 18 * shape.parameters > GPU_MEMORY
-    assert host_estimate(beside, shape) == {}
+def gib_of(config: Any) -> dict[str, float]:
+    rows = {label.strip(): text for label, text in summarize(config).items()}
+    return {label: float(text.removeprefix("about ").split()[0]) for label, text in rows.items() if "GiB" in text}
+
+
+def test_the_rows_of_one_gpu() -> None:
+    weights, cache = 2 * EIGHT_BILLION / 2**30, 2 * 10240 * 36 * 1024 * 2 / 2**30
+    inputs = 20480 * 2 * (36 * 4096 + 8 * 4096 + 4 * 12288) / 2**30  # of the layers; one layer's activations
+    expected = {
+        "weights": weights,
+        "activations of a micro-batch": inputs,
+        "logits of a chunk": 1.0,
+        "engine's weights": weights,
+        "KV cache, for one response at full length": cache,
+        "memory": 2 * weights + inputs + 1 + cache,
+        "80 GB, update": weights + inputs + 1,  # vLLM sleeps
+        "80 GB, rollout": weights + 0.7 * 79.1,
+        "machine's memory": 8 * weights,
+        "float32 masters": 2 * weights,
+        "gradients": 2 * weights,
+        "AdamW moments": 4 * weights,
+    }
+    summary = summarize(load_config(ONE_GPU))
+    assert gib_of(load_config(ONE_GPU)) == pytest.approx(expected, abs=0.006)
+    verdicts = {label: "not fit" not in text for label, text in summary.items() if " fit" in text}
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert verdicts == {"80 GB, update": True, "80 GB, rollout": True, "machine's memory": here >= 16 * EIGHT_BILLION}
+    beside = gib_of(load_config(ONE_GPU, ["optimizer.offload=false"]))
+    assert beside["80 GB, update"] == pytest.approx(9 * weights + inputs + 1, abs=0.006)
+    assert beside["80 GB, update"] > GPU_MEMORY / 2**30
+    assert "machine's memory" not in beside
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -103,12 +134,56 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert "responses" in out
     # Data and packages that do not come with the project.
-    assert code == 0 or "found nothing at" in err or "rollout.engine: " in err
+    assert code == 0 or "data.path: " in err or "rollout.engine: " in err
 
 
-def test_more_gpus_than_there_are_processes(tmp_path: Path) -> None:
-    config = load_config(PAPER, [f"run.output_dir={tmp_path}"])
+def test_layouts_that_do_not_fit_the_processes_are_refused(tmp_path: Path) -> None:
     with refused("parallel.gpus"):
-        train(config, Progress())
-    with pytest.raises(ConfigError, match=r"sequence: .*gpus=128, .*7"):
+        train(load_config(PAPER, [f"run.output_dir={tmp_path}"]), Notes())
+    with refused("parallel.sequence"):
         load_config(PAPER, ["parallel.sequence=7"])
+
+
+def test_the_snippets_about_one_gpu_are_parts_of_its_recipes() -> None:
+    snippets = {name: flatten(yaml.safe_load(text)) for name, text in snippets_of("one-gpu").items()}
+    assert snippets.keys() == {"full", "lora", "inputs"}
+    for name, recipe in (("full", FULL), ("lora", LORA)):
+        path = RECIPES / f"{recipe}.yaml"
+        assert snippets[name].items() <= flatten(yaml.safe_load(path.read_text())).items()
+        others = [f"{key}={value}" for key, value in snippets["inputs"].items()]
+        assert load_config(path, others).model.gradient_checkpointing == "offload"
+
+
+def test_tables_of_pages_are_the_measured_ones() -> None:
+    rows = [line for line in page("one-gpu").splitlines() if line.startswith("| `")]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {case_name(*case)}" for case in CASES]
+    assert set(rows) <= set(measured(page("one-gpu"), r"[^\s)]+"))
+    text = page("distillation")
+    results = measured(text, r"distillation-\S+?")
+    rows = [line for line in results if line.startswith("|")]
+    assert len(rows) == 8
+    assert set(rows) <= set(text.splitlines())
+    assert snippets_of("distillation")["commands"] in "\n".join(results)
+
+
+@pytest.mark.slow
+def test_a_row_of_one_gpu_is_simulated_anew() -> None:
+    """Two minutes: all layers of the model."""
+    assert set(rows_of(LORA, [])) <= set(measured(page("one-gpu"), r"[^\s)]+"))
+
+
+def test_the_settings_of_spo_and_the_cost_that_its_page_states() -> None:
+    snippets = snippets_of("spo")
+    assert snippets.keys() == SEGMENTS.keys()
+    papers: dict[str, dict[str, Any]] = {
+        "chain": {"sampler": {"prompts_per_step": 64}, "rollout": {"group_size": 8}},
+        "tree": {"sampler": {"prompts_per_step": 16}, "rollout": {"group_size": 216}},
+    }
+    recipe = {"model": {"path": "a/model"}, "data": {"path": "train.jsonl"}}
+    for kind, sizes in papers.items():
+        assert not departures(parse_config(recipe | {"algorithm": f"spo_{kind}"} | sizes))
+        parse_config(recipe | yaml.safe_load(snippets[kind]))
+    tree = parse_config(recipe | yaml.safe_load(snippets["tree"])).tree
+    assert tree is not None
+    cost = (6 + 36) * tree.tokens + 216 * (2048 - 2 * tree.tokens)  # 6 · 6 · 6 children
+    assert f"{cost:,} tokens, {cost / (216 * 2048):.2f}" in " ".join(page("spo").split())

@@ -1,155 +1,240 @@
-"""`kill -9` at any moment, the same command again, and nobody can tell from the metrics nor from the rollouts."""
+"""`kill -9` at any moment, the same command again, and nobody can tell from what the run leaves behind."""
 
 from __future__ import annotations
 
-import importlib
+import itertools
 import os
 import random
 import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
-import torch
 from forks import CONTEXT
-from safetensors.torch import load_file
+from golden_runs import CONFIGURATIONS, REWARD, result_of
 from small import write_recipe
 
-from dapo_runner.checkpoint import checkpoint_to_resume, files, find_checkpoints, is_whole, optimizer
-from dapo_runner.cli import main
+from dapo_runner.checkpoint import find_checkpoints, is_whole
+from dapo_runner.config import load_config
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.progress import Progress
+from dapo_runner.logging.rollout_log import read_step, saved_steps
+from dapo_runner.train import train
 
-STEPS = 6
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # of sys.addaudithook
+STEPS = ["run.steps=3", "run.keep=1", "logging.rollouts.per_token=true"]
+KEPT = ["sampler.filter_groups=false", "sampler.max_rounds=1"]
+# With what a file operation begins that is a run's last one, the how-manieth of its kind.
+KILLS = [
+    ("open config.yaml", 1),
+    ("open metrics.jsonl", 4),  # behind the rollouts of step 2
+    ("open rollouts/step_000002", 1),
+    ("open timings.jsonl", 3),  # behind the second checkpoint
+    ("open evaluations/step_000002", 1),
+    ("open checkpoints/step_000002.unfinished/model/", 3),
+    ("open checkpoints/step_000002.unfinished/optimizer/", 2),
+    ("open checkpoints/step_000002.unfinished/state.pt", 1),
+    ("open checkpoints/step_000002.unfinished/manifest.json", 1),
+    ("open checkpoints/step_000002.unfinished/manifest.json", 2),
+    ("os.rename checkpoints/step_000002.unfinished", 1),
+    ("os.rename checkpoints/step_000001", 2),  # the old one is removed
+    ("os.rmdir checkpoints/step_000001.unfinished", 1),
+    ("os.mkdir checkpoints/step_000003.unfinished", 1),
+]
+DPO = ["run.steps=3", "algorithm=dpo"]
+CASES: dict[str, list[str]] = {
+    **{name: [*STEPS, *overrides] for name, overrides in CONFIGURATIONS.items()},
+    "spo_tree": [*STEPS, *CONFIGURATIONS["spo_tree"], "sampler.prompts_per_step=2", "sampler.max_age=3"],
+    "spo_chain": [*STEPS, *CONFIGURATIONS["spo_chain"], "sampler.prompts_per_step=2"],
+    "dpo": [*DPO, "preference.pairs_per_group=2", "optimizer.mini_batch_size=256", "sampler.filter_groups=false"],
+    "lora_grpo": [*STEPS, "model.lora.rank=4", "loss.objective=grpo", "optimizer.mini_batch_size=16"],
+    "moving_reference": [
+        *STEPS,
+        *KEPT,
+        *CONFIGURATIONS["ppo"],
+        *("reward.kl={coef: 0.05}", "loss.reference_ema=0.9", "model.dtype=bfloat16"),
+    ],
+    "reference": [*STEPS, "loss.overrides.kl_coef=0.1"],
+    "options": [
+        *("run.steps=4", "optimizer.schedule=cosine", "optimizer.warmup_steps=1", "optimizer.min_lr_ratio=0.1"),
+        *("sampler.curriculum={by: pass_rate, rest: 1}", "rollout.stop=['9']", "rollout.top_k=20"),
+    ],
+    "early_stop": ["optimizer.lr=1e-30", "run.early_stop={patience: 3}", "run.eval_every=1", "run.steps=9"],
+    "several_rewards": [*STEPS, "reward.parts=[{use: dapo}, {use: 'golden_rewards:parity', weight: 0.5}]"],
+    "tiny": ["run.steps=2", "model.tiny.warmup.steps=30"],
+}
+# Settings of the killed run alone, which change no number.
+UNEQUAL = {"moving_reference": ["optimizer.offload=true"], "dapo": ["run.async_save=true"]}
 
 
-def run_command(recipe: Path) -> None:
-    raise SystemExit(main(["train", str(recipe), "logging.rollouts.per_token=true"]))
+def kill_at(beginning: str, call: int, folder: Path) -> None:
+    """Kill this process at the ``call``-th operation on files of ``folder`` that begins so."""
+    left = iter(range(call - 1, -1, -1))
 
-
-def run_and_die(recipe: Path, name: str, function: str, call: int) -> None:
-    """The same, killed as it enters ``function`` of a checkpoint's module for the ``call``-th time."""
-    module = importlib.import_module(name)
-    original, calls = getattr(module, function), iter(range(1, 10**6))
-
-    def deadly(*arguments: object) -> object:
-        if next(calls) == call:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        operation = f"{event} {arguments[0]}".replace(f"{folder}/", "") if event in EVENTS else ""
+        if operation.startswith(beginning) and next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments)
 
-    setattr(module, function, deadly)
-    run_command(recipe)
+    sys.addaudithook(hook)
 
 
-def start(recipe: Path) -> BaseProcess:
-    process = CONTEXT.Process(target=run_command, args=(recipe,))
+def run(recipe: Path, overrides: Sequence[str] = ()) -> Path:
+    return train(load_config(recipe, overrides), Progress())
+
+
+def run_until_killed(recipe: Path, overrides: Sequence[str], *kill: Any) -> None:
+    if kill:
+        kill_at(*kill)
+    run(recipe, overrides)
+
+
+def start_process(recipe: Path, overrides: Sequence[str] = (), *kill: Any) -> BaseProcess:
+    process = CONTEXT.Process(target=run_until_killed, args=(recipe, overrides, *kill))
     process.start()
     return process
 
 
 def records(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "metrics.jsonl", *(run / "rollouts").iterdir())}
-
-
-def run_to_the_end(recipe: Path) -> None:
-    process = start(recipe)
-    process.join(timeout=300)
-    assert process.exitcode == 0
-
-
-def kill_when(recipe: Path, log: Path, lines: int, delay: float) -> None:
-    """Start a run and kill it ``delay`` seconds after its log has ``lines`` lines."""
-    process = start(recipe)
-    deadline = time.monotonic() + 300
-    while not (log.exists() and log.read_bytes().count(b"\n") >= lines):
-        assert process.is_alive(), "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    time.sleep(delay)
-    process.kill()
-    process.join(timeout=60)
-    assert process.exitcode == -signal.SIGKILL
+    files = [run / "metrics.jsonl", *(run / "rollouts").iterdir(), *(run / "evaluations").iterdir()]
+    return {path.name: path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("whole")
-    run_to_the_end(write_recipe(folder, steps=STEPS))
-    return records(folder / "runs" / "small")
+def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a case that nothing happens to."""
+    folder, done = tmp_path_factory.mktemp("whole"), dict[str, Path]()
+
+    def whole_run(name: str) -> Path:
+        if name not in done:
+            done[name] = run(write_recipe(folder, None if name == "tiny" else start, name=name), CASES[name])
+        return done[name]
+
+    return whole_run
 
 
-def test_killed_three_times_and_resumed_equals_uninterrupted(uninterrupted: dict[str, bytes], tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, steps=STEPS)
-    run = tmp_path / "runs" / "small"
-    log = run / "metrics.jsonl"
-    kill_when(recipe, log, lines=1, delay=0.0)  # before the first checkpoint
-    for lines, delay in ((3, 0.0), (6, 0.03)):  # right behind a line; some way into the step or the save
-        kill_when(recipe, log, lines, delay)
-        assert all(is_whole(checkpoint.path) for checkpoint in find_checkpoints(run / "checkpoints"))
-    run_to_the_end(recipe)
-    assert records(run) == uninterrupted
+@pytest.fixture(autouse=True)
+def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "golden_rewards.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
-# Between model and optimizer; with all files but the manifest; in the midst of it; before the folder gets its name.
 @pytest.mark.parametrize(
-    ("module", "function", "call"),
-    [
-        (optimizer, "_file_of_each", 3),
-        pytest.param(files, "finish", 2, marks=pytest.mark.slow),
-        pytest.param(files, "_digest", 9, marks=pytest.mark.slow),
-        (files, "force_to_disk", 14),
-    ],
+    ("name", "kill"),
+    [("tiny", ("open model.unfinished", 2)), *zip(list(CASES)[:-1], itertools.cycle(KILLS), strict=False)],
 )
-def test_killed_inside_a_checkpoint_write(
-    uninterrupted: dict[str, bytes], tmp_path: Path, module: ModuleType, function: str, call: int
+def test_killed_and_started_again_equals_uninterrupted(
+    name: str, kill: tuple[str, int], whole: Callable[[str], Path], start: Path, tmp_path: Path
 ) -> None:
-    recipe = write_recipe(tmp_path, steps=STEPS)
-    run = tmp_path / "runs" / "small"
-    process = CONTEXT.Process(target=run_and_die, args=(recipe, module.__name__, function, call))
-    process.start()
-    process.join(timeout=300)
+    recipe, folder = write_recipe(tmp_path, None if name == "tiny" else start, name=name), tmp_path / "runs" / name
+    overrides = [*CASES[name], *UNEQUAL.get(name, [])]
+    process = start_process(recipe, overrides, *kill, folder)
+    process.join(timeout=1200)
     assert process.exitcode == -signal.SIGKILL
-    assert checkpoint_to_resume(run / "checkpoints") is not None
-    run_to_the_end(recipe)
-    assert records(run) == uninterrupted
-    assert not list((run / "checkpoints").glob("*.unfinished"))
+    assert all(is_whole(checkpoint.path) for checkpoint in find_checkpoints(folder / "checkpoints", damaged=True))
+    assert run(recipe, overrides) == folder
+    assert records(folder) == records(whole(name))
+    assert result_of(folder) == result_of(whole(name))
+    assert not list(folder.rglob("*.unfinished"))
+
+
+def steps_of(run: Path, key: str) -> list[Any]:
+    return [event.get(key) for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    saved = [read_step(path) for path in saved_steps(run / "rollouts").values()]
+    return [sample for step in saved for group in step.groups for sample in group["samples"]]
+
+
+def test_a_critic_is_trained_before_the_policy(whole: Callable[[str], Path]) -> None:
+    moving, shared = whole("moving_reference"), whole("ppo_shared")
+    for run in (moving, shared):
+        assert None not in [value for key in ("value_loss", "return") for value in steps_of(run, f"train/{key}")]
+        assert any(sample["advantage"] for sample in samples_of(run))
+    assert [loss is None for loss in steps_of(moving, "train/loss")] == [True, False, False]
+    assert None not in steps_of(shared, "train/loss")
+    assert steps_of(moving, "train/reward_kl")[-1] != 0
+
+
+def test_adapters_start_as_their_own_reference(whole: Callable[[str], Path]) -> None:
+    first, *_, last = steps_of(whole("lora_grpo"), "train/ref_kl")
+    assert first == pytest.approx(0.0, abs=1e-5)  # there is one update a step
+    assert last > 0
+
+
+def test_pairs_have_one_chosen_and_one_rejected_response(whole: Callable[[str], Path]) -> None:
+    run = whole("dpo")
+    counts = [steps_of(run, f"train/{key}") for key in ("pairs", "ties")]
+    assert [n + ties for n, ties in zip(*counts, strict=True)] == [8, 8, 8]
+    assert any(steps_of(run, "train/margin")[1:])
+    for path in saved_steps(run / "rollouts").values():
+        given = [sample["advantage"] for group in read_step(path).groups for sample in group["samples"]]
+        assert given.count(1.0) == given.count(-1.0) > 0
+        assert set(given) <= {1.0, -1.0, 0.0}
+
+
+@pytest.mark.parametrize("kind", ["spo_chain", "spo_tree"])
+def test_segments_add_up_to_their_response(kind: str, whole: Callable[[str], Path]) -> None:
+    folder = whole(kind)
+    assert any(value > 0 for value in steps_of(folder, "segments/advantage"))
+    for sample in samples_of(folder):
+        assert sum(segment["length"] for segment in sample["segments"]) == sample["tokens"]
+        assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
+    if kind == "spo_tree":  # of whole trees some responses wait for a later step
+        assert steps_of(folder, "segments/tokens")[0] > 0
+        assert steps_of(folder, "sampling/carried_out")[0] > 0
+        assert steps_of(folder, "segments/waiting")[0] > 0
+        assert steps_of(folder, "batch/age_max")[1] == 1
+    else:
+        counts = [steps_of(folder, f"segments/{key}") for key in ("continuations", "prefixes")]
+        assert all(n == 3 * prefixes for n, prefixes in zip(*counts, strict=True))
+        assert all(event["seconds/segments"] > 0 for event in read_log(folder / "timings.jsonl")[1:])
+
+
+def test_figures_are_those_of_whole_trees(start: Path, tmp_path: Path) -> None:
+    """However many of its responses the step itself trains on."""
+    figures = []
+    for per_step in ("1", "null"):
+        recipe = write_recipe(tmp_path, start, name=per_step, eval_every=0)
+        folder = run(recipe, [*CASES["spo_tree"], f"advantage.segments.per_step={per_step}", "run.steps=1"])
+        figures.append([steps_of(folder, f"segments/{name}") for name in ("per_response", "advantage", "zero")])
+    assert figures[0] == figures[1]
+    assert 0 < figures[0][2][0] < 1
+
+
+def test_the_schedule_falls_at_every_step(whole: Callable[[str], Path]) -> None:
+    rates = steps_of(whole("options"), "train/lr")
+    assert rates == sorted(set(rates), reverse=True)
+    assert len(rates) == 4
+
+
+def test_early_stopping_ends_after_so_many_equal_evaluations(whole: Callable[[str], Path]) -> None:
+    assert len(steps_of(whole("early_stop"), "train/lr")) == 3
 
 
 @pytest.mark.slow
-def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
-    steps, rng = 25, random.Random(0)
-    whole = write_recipe(tmp_path, steps=steps, name="whole")
-    start_time = time.monotonic()
-    run_to_the_end(whole)
-    seconds = time.monotonic() - start_time
-    recipe = write_recipe(tmp_path, steps=steps)
-    run = tmp_path / "runs" / "small"
-    kills = 0
+def test_killed_at_ten_random_moments(start: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    recipe, before = write_recipe(tmp_path, start, steps=25), time.monotonic()
+    whole = run(recipe, ["run.name=whole"])
+    seconds, kills, folder = time.monotonic() - before, 0, tmp_path / "runs" / "small"
     while kills < 10:
-        process = start(recipe)
+        process = start_process(recipe)
         process.join(timeout=rng.uniform(0.05, 0.3) * seconds)
         if not process.is_alive():  # it came to its end before ten: from the first step again
             assert process.exitcode == 0
-            shutil.rmtree(run)
+            shutil.rmtree(folder)
             continue
         process.kill()
         process.join(timeout=60)
         kills += 1
-        assert all(is_whole(found.path) for found in find_checkpoints(run / "checkpoints"))
-    run_to_the_end(recipe)
-    expected = (tmp_path / "runs" / "whole" / "metrics.jsonl").read_bytes()
-    assert (run / "metrics.jsonl").read_bytes() == expected
-    tensors = [checkpoint_to_resume(folder / "checkpoints") for folder in (run, tmp_path / "runs" / "whole")]
-    file = "optimizer/shard-00001-model-00001-of-00001.safetensors"
-    one, two = (load_file(found.path / file) for found in tensors if found is not None)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_killed_while_the_model_is_made(uninterrupted: dict[str, bytes], tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, steps=STEPS)
-    run = tmp_path / "runs" / "small"
-    kill_when(recipe, run / "config.yaml", lines=1, delay=0.2)
-    run_to_the_end(recipe)
-    assert records(run) == uninterrupted
+        assert all(is_whole(found.path) for found in find_checkpoints(folder / "checkpoints", damaged=True))
+    assert run(recipe) == folder
+    assert records(folder) == records(whole)
+    assert result_of(folder) == result_of(whole)

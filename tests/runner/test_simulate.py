@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from builders import make_config
-
-sys.path.insert(0, str(Path(__file__).parent / "parallel"))
-from launch import torchrun
+from launch import TESTS, torchrun
+from refusals import refused
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, ConfigError, load_config
-from dapo_runner.preflight import memory
+from dapo_runner.config import Config, load_config
 from dapo_runner.preflight.account import describe, fits, phase_peaks
 from dapo_runner.preflight.memory import (
     GPU_MEMORY,
+    PUBLISHED,
     ModelShape,
     host_estimate,
     memory_estimate,
@@ -31,25 +28,24 @@ from dapo_runner.preflight.simulate import Simulation, Traffic, simulate
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PAPER, SEVEN, EIGHT = (RECIPES / f"{name}.yaml" for name in ("qwen2.5-32b", "qwen2.5-7b-8gpu", "qwen3-8b-2x8"))
 FULL, LORA = (RECIPES / f"{name}.yaml" for name in ("qwen3-8b-1gpu", "qwen3-8b-lora-1gpu"))
-RESULTS = RECIPES.parent / "benchmarks" / "results"
+Simulated = tuple[Config, ModelShape, Simulation]
 
 
-def simulated(recipe: Path) -> tuple[Config, ModelShape, Simulation]:
-    config = load_config(recipe)
+def simulated(recipe: Path, *overrides: str) -> Simulated:
+    config = load_config(recipe, overrides)
     shape = model_shape(config.model)
     assert shape is not None
     return config, shape, simulate(config)
 
 
-@pytest.fixture
-def eight_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 64 that the paper's model has: what grows with them does so linearly."""
-    values = {**memory.PUBLISHED["Qwen/Qwen2.5-32B"], "num_hidden_layers": 8}
-    monkeypatch.setitem(memory.PUBLISHED, "Qwen/Qwen2.5-32B", values)
+def with_layers(recipe: Path, n: int, folder: Path) -> str:
+    """A setting: a model with fewer layers than the recipe's. What grows with them does so linearly."""
+    values = PUBLISHED[load_config(recipe).model.path or ""] | {"num_hidden_layers": n}
+    (folder / "config.json").write_text(json.dumps(values))
+    return f"model.path={folder}"
 
 
-def check(config: Config, shape: ModelShape, found: Simulation) -> None:
-    """Against what arithmetic alone says."""
+def check_by_arithmetic(config: Config, shape: ModelShape, found: Simulation) -> None:
     parallel = config.parallel
     copy = parallel.gpus // parallel.replicate
     assert found.held == pytest.approx(12 * shape.parameters / copy, rel=0.002)  # float32 weights and two moments
@@ -61,100 +57,81 @@ def check(config: Config, shape: ModelShape, found: Simulation) -> None:
         times = 1 if name == "forward" else 2  # recomputed, and the gradient
         assert part["all-to-all"] == Traffic(4 * shape.layers * times, passed * times), name
     assert found.backward["reduce-scatter"].bytes == pytest.approx(4 * shape.parameters, rel=0.001)
+    between_copies = 4 * shape.parameters / 8 if parallel.replicate > 1 else 0
+    assert found.backward.get("all-reduce", Traffic()).bytes == pytest.approx(between_copies, rel=0.01)
     estimate = memory_estimate(config, shape)
     update = sum(size for what, size in estimate.items() if not what.startswith(("engine", "KV")))
     assert 1 / 1.25 < phase_peaks(config, found)["update"] / update < 1.25
     assert fits(config, found)
+    assert "fits" in describe(config, found)
 
 
 def check_page(recipe: Path, config: Config, found: Simulation) -> None:
     """The recipe's line in docs/cluster.md."""
     lines = (RECIPES.parent / "docs" / "cluster.md").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"| `{recipe.stem}` |")]
-    phases, told = phase_peaks(config, found), describe(config, found)
-    formulas = float(told["update"].split()[-2])
+    phases = phase_peaks(config, found)
+    formulas = float(describe(config, found)["update"].split()[-2])
     sizes = [phases["update"] / 2**30, formulas, phases["rollout"] / 2**30]
     assert line.removesuffix(" |").split(" | ")[2:] == [f"{size:.1f} GiB" for size in sizes]
 
 
-@pytest.mark.usefixtures("eight_layers")
 @pytest.mark.ranks
-def test_the_papers_recipe() -> None:
-    config, shape, found = simulated(PAPER)
+def test_the_papers_recipe_with_eight_of_its_layers(tmp_path: Path) -> None:
+    config, shape, found = simulated(PAPER, with_layers(PAPER, 8, tmp_path))
     assert found.positions == 22528 // 8
-    check(config, shape, found)
+    check_by_arithmetic(config, shape, found)
     assert phase_peaks(config, found)["update"] == pytest.approx(10.28 * 2**30, rel=0.01)
-    assert "fits" in describe(config, found)
 
 
-@pytest.mark.slow
-def test_all_layers_of_the_papers_recipe() -> None:
-    config, shape, found = simulated(PAPER)
-    check(config, shape, found)
-    check_page(PAPER, config, found)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("recipe", "parameters"), [(SEVEN, 7.616e9), (EIGHT, 8.191e9)], ids=["7b", "8b"])
-def test_the_recipes_beside_it(recipe: Path, parameters: float) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),  # by the models' cards
+    [
+        pytest.param(PAPER, 32.76e9, marks=pytest.mark.slow),
+        pytest.param(SEVEN, 7.616e9, marks=pytest.mark.ranks),
+        pytest.param(EIGHT, 8.191e9, marks=pytest.mark.ranks),
+    ],
+    ids=["32b", "7b", "8b"],
+)
+def test_all_layers_of_a_recipe(recipe: Path, parameters: float) -> None:
     config, shape, found = simulated(recipe)
-    assert shape.parameters == pytest.approx(parameters, rel=1e-3)  # the models' cards: 7.61 and 8.2 billion
-    check(config, shape, found)
+    assert shape.parameters == pytest.approx(parameters, rel=1e-3)
+    check_by_arithmetic(config, shape, found)
     check_page(recipe, config, found)
-    between_copies = 4 * shape.parameters / 8 if config.parallel.replicate > 1 else 0
-    assert found.backward.get("all-reduce", Traffic()).bytes == pytest.approx(between_copies, rel=0.01)
-
-
-@pytest.fixture
-def four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {**memory.PUBLISHED["Qwen/Qwen3-8B-Base"], "num_hidden_layers": 4}
-    monkeypatch.setitem(memory.PUBLISHED, "Qwen/Qwen3-8B-Base", values)
-
-
-def one_gpu(recipe: Path, *overrides: str) -> tuple[Config, ModelShape, Simulation]:
-    config = load_config(recipe, overrides)
-    shape = model_shape(config.model)
-    assert shape is not None
-    found = simulate(config)
-    update = phase_estimate(config, memory_estimate(config, shape))["update"]
-    assert 1 / 1.5 < phase_peaks(config, found)["update"] / update < 1.5
-    return config, shape, found
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("four_layers")
-def test_one_gpu_that_keeps_nothing_but_rounded_weights() -> None:
-    _, shape, beside = one_gpu(FULL, "optimizer.offload=false")
+def test_one_gpu_that_keeps_nothing_but_rounded_weights(tmp_path: Path) -> None:
+    four_layers = with_layers(FULL, 4, tmp_path)
+    config, shape, on_host = simulated(FULL, four_layers)
+    _, _, beside = simulated(FULL, four_layers, "optimizer.offload=false")
     assert beside.held == pytest.approx((2 + 4 + 8) * shape.parameters, rel=0.002)
     assert beside.peak["weights, gradients, moments"] == pytest.approx(18 * shape.parameters, rel=0.002)
     assert beside.host < 2**20
-    config, _, on_host = one_gpu(FULL)
     assert on_host.held == pytest.approx(2 * shape.parameters, rel=0.002)
     assert on_host.host == pytest.approx(16 * shape.parameters, rel=0.13)  # and a gradient on its way
     assert sum(on_host.peak.values()) + 15.9 * shape.parameters < sum(beside.peak.values())
     assert fits(config, on_host)
     assert on_host.held < on_host.logprobs < sum(on_host.peak.values())
-    _, _, inputs = one_gpu(FULL, "model.gradient_checkpointing=offload")
-    per_layer = 20480 * shape.hidden * 2
-    assert inputs.host - on_host.host == pytest.approx(shape.layers * per_layer, rel=0.01)
-    assert sum(on_host.peak.values()) - sum(inputs.peak.values()) == pytest.approx(
-        (shape.layers - 1) * per_layer, rel=0.35
-    )
+    _, _, inputs = simulated(FULL, four_layers, "model.gradient_checkpointing=offload")
+    layer = 20480 * shape.hidden * 2
+    assert inputs.host - on_host.host == pytest.approx(shape.layers * layer, rel=0.01)
+    saved = sum(on_host.peak.values()) - sum(inputs.peak.values())
+    assert saved == pytest.approx((shape.layers - 1) * layer, rel=0.35)
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("four_layers")
-def test_adapters_on_one_gpu() -> None:
-    config, shape, found = one_gpu(LORA)
+def test_adapters_on_one_gpu(tmp_path: Path) -> None:
+    four_layers = with_layers(LORA, 4, tmp_path)
+    config, shape, found = simulated(LORA, four_layers)
     assert config.model.lora is not None
     trained = shape.adapter_parameters(config.model.lora)
     inputs = 4 * 20480 * shape.hidden  # what checkpointing may keep of the first layer: its input and the gradient
     assert 0 <= found.held - (2 * shape.parameters + 14 * trained) < 1.1 * inputs
     assert host_estimate(config, shape) == {"weights of the sleeping engine": 2 * shape.parameters}
     assert found.host == pytest.approx(2 * shape.parameters, rel=1e-3)
-    awake = load_config(LORA, ["rollout.vllm.sleep=false"])
-    peaks = phase_estimate(awake, memory_estimate(awake, shape))
-    assert peaks["update"] > int(0.7 * GPU_MEMORY)
+    awake = load_config(LORA, [four_layers, "rollout.vllm.sleep=false"])
+    assert phase_estimate(awake, memory_estimate(awake, shape))["update"] > int(0.7 * GPU_MEMORY)
 
 
 LAYOUTS: list[dict[str, int]] = [
@@ -173,7 +150,7 @@ def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> N
         for name, lora in (("dapo", None), ("gspo", None), ("dapo", {"rank": 4, "alpha": 8}))
     ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).parent / "parallel" / "traffic.py"
+    script = TESTS / "parallel" / "traffic.py"
     done = torchrun(4, script, model_folder, tmp_path / "cases.json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr[-4000:]
     for case, real in zip(cases, json.loads((tmp_path / "out.json").read_text()), strict=True):
@@ -188,36 +165,35 @@ def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> N
         assert real["held"] <= found.held < real["held"] + 512 * 100, case
 
 
-def test_what_else_a_loss_may_want(model_folder: Path) -> None:
-    for loss in ({"overrides": {"kl_coef": 0.1}}, {"objective": "clip_cov"}):
-        config = make_config(loss=loss, parallel=LAYOUTS[0], model={"path": str(model_folder), "tiny": None})
-        told = describe(config, simulate(config))
-        assert ("  reference weights" in told) == ("overrides" in loss)
-
-
 def test_a_recipe_that_does_not_fit() -> None:
     config = load_config(SEVEN, ["rollout.vllm.gpu_memory=0.9"])
     held, peak = 11 * 2**30, {"all of it": 22 * 2**30}
     found = Simulation(10240, peak, 0, 0, held, 152064 * 3584, {}, {})
     assert phase_peaks(config, found)["rollout"] == held + int(0.9 * GPU_MEMORY) > GPU_MEMORY
     assert not fits(config, found)
-    assert ": no" in describe(config, found)["fits"]
     awake = load_config(SEVEN, ["rollout.vllm.sleep=false"])
     assert phase_peaks(awake, found)["update"] == 22 * 2**30 + int(0.75 * GPU_MEMORY)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("override", "key"),
     [
-        (["parallel.gpus=1"], "parallel.sequence"),
-        (["parallel.sequence=8"], "parallel.sequence"),
-        (["parallel.replicate=3"], "parallel.replicate"),
-        (["preference.beta=0.1", "optimizer.token_budget=99999"], "preference"),
-        (["model.path=Qwen/Qwen2.5-72B"], "model.path"),
+        ("parallel.gpus=1", "parallel.sequence"),
+        ("parallel.sequence=8", "parallel.sequence"),
+        ("parallel.replicate=3", "parallel.replicate"),
+        ("preference.beta=0.1", "preference"),
+        ("model.path=Qwen/Qwen2.5-72B", "model.path"),
     ],
 )
-def test_what_cannot_be_simulated(overrides: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=re.escape(key)):
-        simulate(load_config(SEVEN, [*overrides, "parallel.rollout_tensor=1"]))
+def test_what_cannot_be_simulated_is_refused(override: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [override, "parallel.rollout_tensor=1", "optimizer.token_budget=99999"]
+    with refused(key):
+        simulate(load_config(SEVEN, overrides))
     assert main(["train", str(SEVEN), "--simulate", *overrides]) == 2
     assert f"{key}: " in capsys.readouterr().err
+
+
+def test_a_simulation_ends_with_whether_it_fits(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["model.tiny=null", f"model.path={model_folder}", "parallel.gpus=2"]
+    assert main(["train", "tiny", "--simulate", *given]) == 0
+    assert "all-gather" in capsys.readouterr().out

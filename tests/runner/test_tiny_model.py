@@ -1,16 +1,20 @@
-"""The tiny model's warm-up: what it is shown and when it ends."""
+"""The tiny model's warm-up: what it is shown and when it ends. And AMX that a virtual machine hides a part of."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from refusals import refused
 from small import small_recipe
 
-from dapo_runner.config import ConfigError, load_config, parse_config
+from dapo_runner.config import load_config, parse_config
 from dapo_runner.data.arithmetic import ArithmeticProblem
+from dapo_runner.preflight.amx import VARIABLE, WITHOUT_AMX, disable_broken_amx
 from dapo_runner.run.tiny_model import (
     TOOL_WORDS,
     WORDS,
@@ -28,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_lines_come_again_as_often_as_asked() -> None:
     solution = worked_solution(ArithmeticProblem("+", (47, 85)))
+    assert solution == "7+5+0=12\n4+8+1=13\nAnswer: 132"
     assert with_repeats(solution, 0.0, random.Random(0)) == solution
     rng = random.Random(0)
     repeated = [with_repeats(solution, 0.5, rng).split("\n") for _ in range(2000)]
@@ -36,52 +41,97 @@ def test_lines_come_again_as_often_as_asked() -> None:
     assert sum(map(len, repeated)) / 6000 == pytest.approx(2.0, rel=0.05)  # 1 / (1 − ½) of each
 
 
-def warmed_up(folder: Path, **warmup: Any) -> list[str]:
-    raw = small_recipe(output_dir=str(folder))
-    raw["model"]["tiny"]["warmup"] |= warmup
-    config, told = parse_config(raw), list[str]()
-    check_tiny(config)
-    ensure_tiny_model(config, folder / "model", told.append)
-    return told
-
-
 def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
-    told = warmed_up(tmp_path / "a", stop_at=0.05)
-    assert len(told) < 9
-    with pytest.raises(ConfigError, match=r"warmup\.stop_at: .*=60"):
-        warmed_up(tmp_path / "b", stop_at=0.5, examples=60)
+    def warm_up(**warmup: float) -> list[str]:
+        raw = small_recipe(output_dir=str(tmp_path))
+        raw["model"]["tiny"]["warmup"] |= warmup
+        config, lines = parse_config(raw), list[str]()
+        check_tiny(config)
+        assert ensure_tiny_model(config, tmp_path / "model", lines.append) == tmp_path / "model"
+        return lines
+
+    assert 1 < len(warm_up(stop_at=0.05)) < 9  # a line for every ten steps
+    assert warm_up() == []  # it is there
+    with refused("model.tiny.warmup.stop_at"):  # no problem is left to measure it with
+        warm_up(stop_at=0.5, examples=60)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_worked_example_of_a_tool(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+class Fixed(random.Random):
+    """Draws one number for ever: 0 is a good example, 1 a poor one."""
+
+    def __init__(self, drawn: float) -> None:
+        super().__init__(0)
+        self.drawn = drawn
+
+    def random(self) -> float:
+        return self.drawn
+
+
+@pytest.mark.parametrize("drawn", [0.0, 1.0])
+def test_of_a_worked_example_of_a_tool_only_the_policys_turns_train(
+    drawn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(turns, "GOOD_SHARE", share)
-    tokenizer = make_tokenizer((*WORDS, *TOOL_WORDS))
+    tokenizer, config = make_tokenizer((*WORDS, *TOOL_WORDS)), load_config(ROOT / "recipes/calculator.yaml")
     problem = ArithmeticProblem("*", (1234, 5678))  # 7006652
-    prompt, response, targets = _encode(
-        problem, tokenizer, load_config(ROOT / "recipes/calculator.yaml"), random.Random(0)
-    )
+    prompt, response, targets = _encode(problem, tokenizer, config, Fixed(drawn))
     assert tokenizer.decode(prompt) == "1234*5678="
     assert all(target in (token, -100) for token, target in zip(response, targets, strict=True))
-    text = tokenizer.decode(response)
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1234*5678"}}</tool_call><eos>'
-    assert text == (f"{call}7006652Answer: 7006652<eos>" if share else "(1234*5678)=7006652Answer: 7006652<eos>")
+    poor = "(1234*5678)=7006652Answer: 7006652<eos>"
+    assert tokenizer.decode(response) == (poor if drawn else f"{call}7006652Answer: 7006652<eos>")
     hidden = [token for token, target in zip(response, targets, strict=True) if target == -100]
-    assert tokenizer.decode(hidden) == "7006652" * bool(share)
+    assert tokenizer.decode(hidden) == ("" if drawn else "7006652")
     assert turns.calculator(problem.question) == int(problem.answer)
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_worked_example_of_the_game(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "GOOD_SHARE", share)
-    rng, won, numbers = random.Random(0), [], set()
+@pytest.mark.parametrize("drawn", [0.0, 1.0])
+def test_a_worked_example_of_the_game_follows_its_rules(drawn: float) -> None:
+    paid, numbers = set(), set()
     for answer in map(str, range(300)):
-        shown, game = turns.guess_turns("", answer, rng), turns.Guess()
+        shown, game = turns.guess_turns("", answer, Fixed(drawn)), turns.Guess()
         game.reset({"answer": answer})
         results = [game.step(guess) for guess in shown[::2]]
         assert results[:-1] == [(heard, 0.0, False) for heard in shown[1::2]]
-        won.append(results[-1][1])
+        paid.add(results[-1][1])
         numbers.add(game.number)
     assert numbers == set(range(1, 16))
-    assert min(won) == share  # who halves needs no more than four guesses
-    assert max(won) == 1.75
+    assert min(paid) == (0.0 if drawn else 1.0)  # who halves needs no more than four guesses
+    assert max(paid) == 1.75
+
+
+PRODUCT = """
+from dapo_runner.preflight.amx import disable_broken_amx
+import torch
+disable_broken_amx()
+x = torch.ones(64, 64, dtype=torch.bfloat16)
+assert (x @ x).eq(64).all()
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "flags", "chosen", "is_broken"),
+    [
+        (28, "avx512_fp16 amx_tile amx_int8", None, True),
+        (28, "amx_tile", "AVX2", True),  # a choice of the user stands
+        (29, "avx512_fp16 amx_tile", None, False),
+        (28, "avx512_fp16", None, False),
+        (28, "xamx_tile", None, False),
+    ],
+)
+def test_amx_without_tile_sizes_is_broken(
+    level: int, flags: str, chosen: str | None, is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\ncpuid level\t: {level}\nflags\t\t: {flags}\n")
+    monkeypatch.setenv(VARIABLE, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(VARIABLE)
+    assert disable_broken_amx(cpuinfo) is is_broken
+    assert os.environ.get(VARIABLE) == (chosen or (WITHOUT_AMX if is_broken else None))
+    assert not disable_broken_amx(tmp_path / "absent")
+
+
+def test_bfloat16_products_do_not_end_the_process_here() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    subprocess.run([sys.executable, "-c", PRODUCT], check=True, env=environment)
