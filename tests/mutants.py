@@ -60,7 +60,12 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
         "tests/runner/test_launch.py",
     ],
     "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
-    "dapo_runner/preflight": ["tests/runner/test_[adrs]*.py", "tests/runner/rollout/test_server_settings.py"],
+    "dapo_runner/preflight": [
+        "tests/runner/test_[drs]*.py",
+        "tests/runner/test_cli.py",
+        "tests/runner/test_tiny_model.py",
+        "tests/runner/rollout/test_server_settings.py",
+    ],
     "dapo_runner/run": [TRAINING],
     "dapo_runner": [TRAINING],
 }

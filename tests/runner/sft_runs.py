@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from test_train import Notes
+from small import Notes
 
 from dapo_runner.config import SftConfig, parse
 from dapo_runner.logging.metrics import read_log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import shutil
@@ -212,14 +211,6 @@ def test_other_data_are_refused(parts: Parts, saved: Path) -> None:
     ):
         with refused("data.path"):
             load_checkpoint(checkpoint, learner, DynamicSampler(cursor, GroupBuffer(CONFIG)))
-
-
-def test_the_manifest_names_every_file(saved: Path) -> None:
-    checkpoint = find_checkpoints(saved)[-1].path
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    files = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
-    assert set(manifest) == files.keys() - {"manifest.json"}
-    assert all(entry["bytes"] == files[name].stat().st_size for name, entry in manifest.items())
 
 
 def test_a_checkpoint_of_an_older_version_or_of_another_model_is_refused(

@@ -221,12 +221,6 @@ def test_everything_that_is_missing_here_is_named_after_the_plan(
         assert "model.lora: " in err
 
 
-def test_without_a_command_there_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["dapo"])
-    assert main() == 2
-    assert "convert-answers" in capsys.readouterr().out
-
-
 def test_recipes_are_found_by_name_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,5 @@
-"""Data sets of five kinds, each through a whole run: read, asked, judged, trained on, evaluated and shown.
-
-Rows of GSM8K (MIT), DAPO-Math-17k (Apache-2.0) and HumanEval (MIT; shortened, its check called at the end of the
-tests); those of the chat and the multiple-choice set are made up in the schemas of the hub's.
+"""Data sets without a format of their own, each through a whole run: read, asked, judged, trained on, evaluated and
+shown. Rows of HumanEval (MIT), shortened; the others are made up in the schemas of the hub's.
 """
 
 from __future__ import annotations
@@ -26,33 +24,6 @@ from dapo_runner.types import Completion
 
 # Each row with a response that is right, the columns and the rule.
 SETS: dict[str, tuple[list[dict[str, Any]], list[str], dict[str, str], str | None]] = {
-    "gsm8k": (
-        [
-            {"question": "Angie's age, plus 4, is 20?", "answer": "It is 20-4=<<20-4=16>>16.\n#### 16"},
-            {"question": "Tim buys 3 dozen eggs at $.50.  How much?", "answer": "36*.5=$<<36*.5=18>>18\n#### 18"},
-        ],
-        ["#### 16", "so #### 18"],
-        {},
-        "gsm8k",
-    ),
-    "dapo": (
-        [
-            {
-                "data_source": "DAPO-17k",
-                "prompt": [{"content": content, "role": "user"}],
-                "ability": "math",
-                "reward_model": {"ground_truth": truth, "style": "rule"},
-                "extra_info": {"answer": "", "index": index, "split": "train"},
-            }
-            for content, truth, index in [
-                (r"$\frac{2020}{6063}$", "8083", 13432),
-                ("9^{2022} 的末三位数是__________.", "881", 12568),
-            ]
-        ],
-        ["Answer: 8083", "Answer: 881"],
-        {},
-        "dapo",
-    ),
     "chat": (
         [
             {"messages": [{"role": role, "content": "Be brief."} for role in ("system", "user")]},
@@ -115,7 +86,7 @@ def test_a_run_on(
     rows, right, columns, rule = SETS[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "of_vowels.py").write_text(REWARD)
-    path = write_rows(tmp_path / ("d.parquet" if name == "dapo" else "d.jsonl"), rows)
+    path = write_rows(tmp_path / ("d.parquet" if name == "choice" else "d.jsonl"), rows)
     data = {"format": "auto", "path": str(path), "eval_size": 1, "template": None, "columns": columns or None}
     parts = [*([{"use": rule}] if rule else []), {"use": "of_vowels:vowels", "weight": 0.5}]
     config = config_in(
@@ -143,7 +114,7 @@ def test_a_run_on(
     dataset = load_data(config, load_tokenizer(byte_model, config.model))
     prompts = [*dataset.train, *dataset.heldout]
     assert all(prompt.row in rows and prompt.text.startswith("<") for prompt in prompts)
-    if rule is not None:
+    if right:
         prompts.sort(key=lambda prompt: rows.index(dict(prompt.row)))
         responses = [[Completion(torch.zeros(1), torch.zeros(1), "stop", text)] for text in right]
         assert [group.n_correct for group in Scorer(config)(prompts, responses)] == [1, 1]

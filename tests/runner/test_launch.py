@@ -32,21 +32,15 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Namespace:
     return read
 
 
-def test_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(write_recipe(tmp_path))
-    overrides = ["optimizer.lr=1e-4", "run.name=two ranks"]
+def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, overrides = str(write_recipe(tmp_path)), ["model.tiny.heads=8", "run.name=two ranks"]
     read = planned(capsys, recipe, "--gpus", "2", overrides[0], "--max-restarts", "3", overrides[1])
     assert (read.standalone, read.nproc_per_node, read.max_restarts) == (True, "2", 3)
     assert read.training_script_args == ["train", recipe, *overrides]
-    assert not (tmp_path / "runs").exists()
-
-
-def test_several_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(write_recipe(tmp_path))
-    given = ["--gpus", "8", "--nnodes", "2", "--rdzv-endpoint", "first:29500", "model.tiny.heads=8"]
-    read = planned(capsys, recipe, *given)
+    read = planned(capsys, recipe, "--gpus", "8", "--nnodes", "2", "--rdzv-endpoint", "first:29500", *overrides)
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "first:29500")
     assert (read.rdzv_backend, read.standalone, read.max_restarts) == ("c10d", False, 0)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from torch import Tensor
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ModelConfig, TreeShape
-from dapo_runner.config.settings import cautions
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation
@@ -130,17 +129,16 @@ def test_vllms_lists_are_read() -> None:
     assert [sorted(kept) for kept in lists_of(read_support(flat))] == [[3, 7], [3], [1, 2, 4, 5]]
 
 
-def test_which_settings_go_with_a_sampling_mask() -> None:
-    cut = {"top_p": 0.9, "sampling_mask": True}
-    assert not any(word.startswith("rollout.top_p") for word in cautions(make_config(rollout=cut)))
-    for key, sections in (
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
         ("rollout.sampling_mask", {"rollout": {"sampling_mask": True}}),
-        ("rollout.top_k", {"rollout": {**cut, "engine": "vllm"}}),
-        ("rollout.sampling_mask", {"rollout": cut, "preference": {}}),
+        ("rollout.top_k", {"rollout": {"top_p": 0.9, "sampling_mask": True, "engine": "vllm"}}),
+        ("rollout.sampling_mask", {"rollout": {"top_p": 0.9, "sampling_mask": True}, "preference": {}}),
         ("rollout.sampling_mask", {"rollout": {"top_p": 0.9, "max_mismatch_kl": 0.1}}),
         ("rollout.sampling_mask", {"rollout": {"top_k": 5, "correction": {"mask": "token"}}}),
-    ):
-        with refused(key):
-            make_config(**sections)
-    make_config(rollout={**cut, "engine": "vllm", "top_k": 20})
-    make_config(rollout={**cut, "max_mismatch_kl": 0.1, "correction": {"mask": "token"}})
+    ],
+)
+def test_what_does_not_go_with_a_sampling_mask_is_refused(key: str, sections: dict[str, Any]) -> None:
+    with refused(key):
+        make_config(**sections)

@@ -17,6 +17,7 @@ from dapo_runner.logging.metrics import before_and_after, read_log
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rollout.group_buffer import SamplingExhaustedError
+from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train
 
@@ -136,7 +137,7 @@ def test_changed_data_do_not_continue_a_run(start: Path, tmp_path: Path) -> None
 def test_exhaustion_stops_the_run_or_is_told(start: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "data": {"arithmetic": {"min_digits": 9, "max_digits": 9, "train_size": 60}, "eval_size": 4},
-        "rollout": {"max_prompt_tokens": 32, "max_response_tokens": 4, "top_p": 0.9},
+        "rollout": {"max_prompt_tokens": 20, "max_response_tokens": 4, "top_p": 0.9},
         "reward": {"overlong": {"cache_length": 2}},
         "run": {"steps": 2},
     }
@@ -179,3 +180,9 @@ def test_groups_carried_over_are_not_taken_for_on_policy(
     assert second["train/rollout_gap"] > 1e-3
     assert third["sampling/too_old"] == second["sampling/carried_out"] > 0
     assert (third["batch/age"], third["train/ratio_max"]) == (0, 1)
+
+
+def test_every_round_draws_anew_and_every_time_alike(start: Path, tmp_path: Path) -> None:
+    seeds = [[rollout_sampling(config_in(tmp_path, start), n).seed for n in range(100)] for _ in range(2)]
+    assert len(set(seeds[0])) == 100
+    assert seeds[0] == seeds[1]

@@ -14,7 +14,8 @@ from refusals import refused
 from small import Notes, write_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, OptimizerConfig, RunConfig, load_config, parse_config
+from dapo_runner.config import Config, load_config, parse_config
+from dapo_runner.config.run import EarlyStopConfig
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.train import train
 
@@ -79,18 +80,14 @@ def test_python() -> None:
     assert len(SNIPPETS["python"].strip().splitlines()) <= 15
 
 
-def test_a_configuration_that_differs() -> None:
+def test_copies_differ_and_are_refused_as_the_command_refuses() -> None:
     names = run_code("python: vary")
     assert names["longer"] == load_config("mine.yaml", ["run.steps=4"]) != names["config"]
     with pytest.raises(ValueError, match="frozen"):
         names["config"].run.steps = 4
-
-
-def test_python_refuses_what_the_command_refuses() -> None:
-    optimizer = OptimizerConfig(schedule="linear")  # whose warm-up is longer than the run
-    wrong = laid_over("early stop").model_copy(update={"run": RunConfig(steps=9), "optimizer": optimizer})
-    with refused("optimizer.warmup_steps"):
-        train(wrong, Notes())
+    run = names["config"].run.model_copy(update={"eval_every": 0, "early_stop": EarlyStopConfig()})
+    with refused("run.early_stop"):
+        train(names["config"].model_copy(update={"run": run}), Notes())
 
 
 def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,18 +79,14 @@ def test_every_snippet_is_tested() -> None:
     assert page.read_text(encoding="utf-8").count("```") == 2 * len(SNIPPETS)
 
 
-def test_columns() -> None:
+def test_columns_evaluation_sets_and_choices() -> None:
     dataset = load_data(config_of("data: columns"), CharTokenizer("yes"))
     assert (len(dataset.train), len(dataset.heldout)) == (6, 2)
     prompt = dataset.train[0]
-    number = int(prompt.answer) // 2
-    asked = f"What is {number} + {number}?\nEnd with a line 'Answer: …'."
-    assert prompt.messages == (("system", "Answer in one sentence."), ("user", asked))
-    assert prompt.text == f"<system>Answer in one sentence.<user>{asked}<assistant>"
-    assert prompt.row == QUESTIONS[number]
-
-
-def test_evaluation_sets_and_choices() -> None:
+    assert prompt.text == (
+        f"<system>Answer in one sentence.<user>{prompt.row['question']}\nEnd with a line 'Answer: …'.<assistant>"
+    )
+    assert prompt.answer == str(prompt.row["solution"])
     dataset = load_data(config_of("data: evaluation sets"), CharTokenizer())
     assert [(prompt.eval_set, prompt.answer, prompt.source) for prompt in dataset.heldout] == [
         ("easy", "0", ""), ("easy", "1", ""), ("exam", "B", "oral"), ("exam", "B", "")
