@@ -44,10 +44,11 @@ STOP_MARGIN = 4
 
 
 class _Past(NamedTuple):
-    """The key-value cache of the first N tokens of an episode: [N, layers, heads, head size] each."""
+    """The key-value cache of the first N tokens of an episode, in that of the batch in which its last turn ended."""
 
-    keys: Tensor
-    values: Tensor
+    layers: list[tuple[Tensor, Tensor]]  # keys and values, each [rows, heads, positions, head size]
+    line: int
+    positions: Tensor  # int64 [N], of its tokens; the others are padding and what was computed after its end
 
 
 @dataclass(slots=True, eq=False)
@@ -192,16 +193,26 @@ class HFEngine(RolloutEngine):
     def _continue(self, rows: list[_Row]) -> tuple[Tensor, Tensor, DynamicCache]:
         """Do the same for rows that each have the cache of how their prompt begins."""
         pasts = [row.past for row in rows if row.past is not None]
-        keys, values = (pad_left([past[side] for past in pasts]) for side in (0, 1))
+        positions = pad_left([past.positions for past in pasts])
         cache = DynamicCache(config=self.model.config)
-        for layer in range(keys.shape[2]):
-            cache.update(keys[:, :, layer].transpose(1, 2), values[:, :, layer].transpose(1, 2), layer)
+        for layer in range(len(pasts[0].layers)):
+            sides = (
+                [
+                    past.layers[layer][side][past.line].index_select(1, own)
+                    for past, own in zip(pasts, positions, strict=True)
+                ]
+                for side in (0, 1)
+            )
+            cache.update(*map(torch.stack, sides), layer)
         for row in rows:
             row.past = None  # not to hold it twice
-        tokens = [torch.tensor(row.prompt.token_ids[len(past.keys) :]) for row, past in zip(rows, pasts, strict=True)]
-        seen = pad_left([torch.ones(len(past.keys), dtype=torch.int64) for past in pasts])
-        mask = torch.cat([seen, pad_left([torch.ones_like(one) for one in tokens])], dim=1).to(self.model.device)
-        return self._forward(pad_left(tokens).to(self.model.device), mask, cache), mask, cache
+        seen = pad_left([torch.ones_like(past.positions) for past in pasts])
+        tokens = [
+            torch.tensor(row.prompt.token_ids[len(past.positions) :]) for row, past in zip(rows, pasts, strict=True)
+        ]
+        ids, new = (pad_left(each).to(seen.device) for each in (tokens, list(map(torch.ones_like, tokens))))
+        mask = torch.cat([seen, new], dim=1)
+        return self._forward(ids, mask, cache), mask, cache
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Return the logits [B, V] after the last of ``ids``; ``mask`` covers the cache and ``ids``."""
@@ -251,16 +262,16 @@ class _HFCall(BatchCall):
 
 
 def _keep_past(rows: list[_Row], mask: Tensor, cache: DynamicCache) -> None:
-    """Give the rows that have ended their cache, without padding. ``mask``: see ``HFEngine._prefill``."""
-    ended = [line for line, row in enumerate(rows) if not row.is_running]
+    """Give the rows that have ended their cache. ``mask``: see ``HFEngine._prefill``."""
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         return  # a sliding window has forgotten what it has seen
-    keys, values = (torch.stack([getattr(layer, side)[ended] for layer in cache.layers]) for side in ("keys", "values"))
+    ended = [line for line, row in enumerate(rows) if not row.is_running]
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
+    if len(ended) < len(rows):  # the others go on
+        layers = [(keys[ended], values[ended]) for keys, values in layers]
     for place, line in enumerate(ended):
-        row = rows[line]
-        n_seen = len(row.prompt.token_ids) + len(row.tokens) - 1  # what was computed after its end is not its own
-        seen = mask[line].nonzero()[:n_seen, 0]
-        row.past = _Past(*(side[:, place][:, :, seen].permute(2, 0, 1, 3) for side in (keys, values)))
+        n_seen = len(rows[line].prompt.token_ids) + len(rows[line].tokens) - 1
+        rows[line].past = _Past(layers, place, mask[line].nonzero()[:n_seen, 0])
 
 
 def pad_left(tensors: list[Tensor]) -> Tensor:
