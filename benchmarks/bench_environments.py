@@ -5,7 +5,8 @@
 The same number of tokens per response is sampled in one turn and in several, between which an environment says a few
 words. With several turns a whole step is timed, sampling and training, also over an environment that takes its time for
 every call. The sides take turns. Every turn has the same limit and is answered although it reaches it, and with `hf` no
-token ends it before, so that all sides sample equally many tokens.
+token ends it before, so that all sides sample equally many tokens. CPU seconds are those of all threads of the process:
+with one thread they are the time on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rollout.engine import BatchCall, Groups, open_engine
 from dapo_runner.rollout.episodes import EpisodeRunner
-from dapo_runner.types import DEFAULT_OPTIONS, Completion, Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.types import DEFAULT_OPTIONS, Group, Prompt, Sample, SamplingParams, Verdict
 
 QUESTION = "Tell me a story about a lighthouse, a storm and a very small boat."
 
@@ -47,21 +48,6 @@ class Listener:
     def step(self, text: str) -> tuple[str, float, bool]:
         time.sleep(self.seconds)
         return "And what happened then?", 0.0, False
-
-
-class FixedTurns(EpisodeRunner):
-    """Takes a turn that reaches its limit for one that has ended."""
-
-    def _play(self, episode: Any) -> Generator[Any, Any, str]:
-        play, answer = super()._play(episode), None
-        while True:
-            try:
-                request = play.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = yield request
-            if isinstance(answer, Completion):
-                answer = replace(answer, finish_reason="stop")
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -101,7 +87,11 @@ class Bench:
         self.engine = open_engine(self.config, options.model, device, SINGLE_PROCESS)
         if options.engine == "hf":
             self.engine.stop_ids = []  # type: ignore[attr-defined]
-        self.runner = FixedTurns(self.config, tokenizer)
+        complete = self.engine._completions  # type: ignore[attr-defined]
+        self.engine._completions = lambda *found: [  # type: ignore[attr-defined]
+            replace(one, finish_reason="stop") for one in complete(*found)
+        ]
+        self.runner = EpisodeRunner(self.config, tokenizer)
         self.learner = Learner(load_policy(options.model, self.config.model, device), self.config)
         messages, text, count = (("user", QUESTION),), QUESTION, options.episodes // GROUP
         if tokenizer.chat_template:
@@ -139,7 +129,7 @@ class Bench:
         self.engine.sync(self.learner.policy)
 
 
-Rounds = list[tuple[int, float, float]]  # tokens of the policy, seconds of sampling and of the whole step
+Rounds = list[tuple[int, float, float, float]]  # tokens of the policy, seconds and CPU seconds of sampling, step
 
 
 def measure(options: argparse.Namespace) -> dict[str, Rounds]:
@@ -156,13 +146,13 @@ def measure(options: argparse.Namespace) -> dict[str, Rounds]:
     found: dict[str, Rounds] = {side: [] for side in sides}
     for _ in range(options.rounds + 1):
         for side, run in sides.items():
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             groups = run()
-            sampled = time.perf_counter() - start
+            busy, sampled = time.process_time() - before, time.perf_counter() - start
             if side in trained:
                 bench.train(groups)
             tokens = sum(one.n_sampled for group in groups for one in group)
-            found[side].append((tokens, sampled, time.perf_counter() - start))
+            found[side].append((tokens, sampled, busy, time.perf_counter() - start))
     bench.engine.close()
     return {side: rounds[1:] for side, rounds in found.items()}
 
@@ -172,13 +162,14 @@ def page(found: dict[str, Rounds], options: argparse.Namespace) -> str:
     median = {
         side: [statistics.median(column) for column in zip(*rounds, strict=True)] for side, rounds in found.items()
     }
-    rate = {side: tokens / seconds for side, (tokens, seconds, _) in median.items()}
+    rates = {side: (tokens / seconds, tokens / busy) for side, (tokens, seconds, busy, _) in median.items()}
     rows = [
-        f"| {side} | {tokens:.0f} | {sampled:.2f} | {rate[side]:.0f} | {rate[side] / rate['one turn']:.2f} |"
-        for side, (tokens, sampled, _) in median.items()
+        f"| {side} | {median[side][0]:.0f} | {median[side][1]:.2f} | {rate:.0f} | {rate / rates['one turn'][0]:.2f} "
+        f"| {median[side][2]:.2f} | {busy:.0f} | {busy / rates['one turn'][1]:.2f} |"
+        for side, (rate, busy) in rates.items()
     ]
     fast, slow = list(found)[1:3]
-    ratio = median[slow][2] / median[fast][2] - 1
+    ratio = median[slow][3] / median[fast][3] - 1
     return f"""# Several turns against one: {options.engine}
 
 Command: `{machine.command("python", "-m", "benchmarks.bench_environments")}`.
@@ -187,12 +178,12 @@ Command: `{machine.command("python", "-m", "benchmarks.bench_environments")}`.
 of each is left out. Tokens are those that the policy sampled.
 {machine.headline(here)}; commit {here["commit"]}; load before: {here["load_average"][0]}.
 
-| side | tokens | seconds of sampling | tokens/s | ÷ one turn |
-|---|---:|---:|---:|---:|
+| side | tokens | seconds of sampling | tokens/s | ÷ one turn | CPU s | tokens/CPU s | ÷ one turn |
+|---|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-A whole step, sampling and training: {median[fast][2]:.2f} s with an environment that answers at once, and
-{median[slow][2]:.2f} s with one that takes {1000 * options.seconds:g} ms for each call: {100 * ratio:+.1f} %.
+A whole step, sampling and training: {median[fast][3]:.2f} s with an environment that answers at once, and
+{median[slow][3]:.2f} s with one that takes {1000 * options.seconds:g} ms for each call: {100 * ratio:+.1f} %.
 """
 
 
@@ -206,7 +197,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of a turn")
     parser.add_argument("--seconds", type=float, default=0.05, help="of a call of the slow environment")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     text = page(measure(options), options)

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from itertools import accumulate
@@ -26,22 +25,23 @@ SEED = 0  # of tasks that set none in their config: all runs use the same proble
 
 def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
     """Return training and held-out problems, None for each that a task failed to generate. Raises ConfigError."""
-    total = data.eval_size + (data.limit or TRAIN_SIZE)
     weights = [task.weight for task in data.reasoning_gym]
-    n_heldout, n_total = _shares(weights, data.eval_size), _shares(weights, total)
-    tasks = [
+    n_heldout = _shares(weights, data.eval_size)
+    sizes = _shares(weights, data.eval_size + (data.limit or TRAIN_SIZE))
+    tasks: list[dict[str, Any]] = [
         {"name": task.name, "config": {"seed": SEED, **task.config, "size": size}}
-        for task, size in zip(data.reasoning_gym, n_total, strict=True)
+        for task, size in zip(data.reasoning_gym, sizes, strict=True)
     ]
     context = () if data.system is None else (("system", data.system),)
     train: list[Problem | None] = []
     heldout: list[Problem | None] = []
-    for number, index, entry in _generate_elsewhere(tasks):
-        part = heldout if index < n_heldout[number] else train
-        task = tasks[number] | {"index": index}
-        question, answer = entry or ("", "")
-        problem = Problem(question.strip(), str(answer or ""), task["name"], context, {"task": json.dumps(task)})
-        part.append(entry and problem)
+    for task, entries, n_first in zip(tasks, _generate_elsewhere(tasks), n_heldout, strict=True):
+        problems = [
+            entry and Problem(entry[0], entry[1], task["name"], context, {"task": json.dumps(task | {"index": index})})
+            for index, entry in enumerate(entries)
+        ]
+        heldout += problems[:n_first]
+        train += problems[n_first:]
     return train, heldout
 
 
@@ -51,29 +51,28 @@ def _shares(weights: list[float], total: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _generate_elsewhere(tasks: list[dict[str, Any]]) -> Iterator[Any]:
-    """Yield the results of ``_generate`` from a process with a fixed hash seed. Raises ConfigError."""
+def _generate_elsewhere(tasks: list[dict[str, Any]]) -> list[list[tuple[str, str] | None]]:
+    """Return the results of ``_generate`` from a process with a fixed hash seed. Raises ConfigError."""
     command, environment = (sys.executable, "-m", __name__), {**os.environ, "PYTHONHASHSEED": "0"}
     requests = json.dumps(tasks)
     found = subprocess.run(command, input=requests, capture_output=True, text=True, env=environment, check=False)
     if found.returncode != 0:
-        raise ConfigError(
-            (found.stderr.strip().splitlines() or [f"data.reasoning_gym: exit code {found.returncode}"])[-1]
-        )
-    yield from map(json.loads, found.stdout.splitlines())
+        lines = found.stderr.strip().splitlines() or [f"data.reasoning_gym: exit code {found.returncode}"]
+        raise ConfigError(lines[-1])
+    problems: list[list[tuple[str, str] | None]] = json.loads(found.stdout)
+    return problems
 
 
-def _generate(tasks: list[dict[str, Any]]) -> Iterator[Any]:
-    """Yield task number, index and [question, answer] of each problem; None in its place if generation fails."""
-    for number, task in enumerate(tasks):
-        data = _make_task(f"data.reasoning_gym.{number}", task["name"], task["config"])
-        for index in range(task["config"]["size"]):
-            try:
-                entry = data[index]
-            except Exception:  # a generator may raise anything; the caller counts the failure
-                yield number, index, None
-            else:
-                yield number, index, [entry["question"], entry["answer"]]
+def _generate(task: Any, size: int) -> list[tuple[str, str] | None]:
+    """Return question and answer of each problem, None where generation fails."""
+    problems: list[tuple[str, str] | None] = []
+    for index in range(size):
+        try:
+            entry = task[index]
+            problems.append((entry["question"].strip(), str(entry["answer"] or "")))
+        except Exception:  # a generator may raise anything; the caller counts the failure
+            problems.append(None)
+    return problems
 
 
 def _make_task(key: str, name: str, config: dict[str, Any]) -> Any:
@@ -95,5 +94,8 @@ def _make_task(key: str, name: str, config: dict[str, Any]) -> Any:
 if __name__ == "__main__":
     answers = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print; only problems go to stdout
-        for found in _generate(json.load(sys.stdin)):
-            print(json.dumps(found), file=answers)
+        tasks = [
+            (_make_task(f"data.reasoning_gym.{number}", task["name"], task["config"]), task["config"]["size"])
+            for number, task in enumerate(json.load(sys.stdin))
+        ]
+        json.dump([_generate(*task) for task in tasks], answers)

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import BeforeValidator, FiniteFloat, Strict
+
+_as_plain = BeforeValidator(lambda value: value.item() if hasattr(value, "item") else value)  # of NumPy or torch
+Number = Annotated[FiniteFloat, _as_plain]
 
 
 class Message(NamedTuple):
-    """A message of the conversation. ``role``: `user` or `tool`."""
+    """A message of the conversation."""
 
-    role: str
+    role: Literal["user", "tool"]
     content: str
+
+
+class Answer(NamedTuple):
+    """The next user message or messages, the reward of the turn, and whether the episode is over."""
+
+    observation: str | tuple[Message, ...] | None
+    reward: Number | None
+    is_done: Annotated[bool, Strict(), _as_plain]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return (Message("user", self.observation),) if isinstance(self.observation, str) else self.observation or ()
 
 
 class Environment(Protocol):
@@ -25,10 +42,10 @@ class Environment(Protocol):
         """Begin the episode of a row of the data set. The text is appended to the last user message of the prompt."""
         ...
 
-    def step(self, text: str) -> tuple[str | tuple[Message, ...] | None, float | None, bool]:
+    def step(self, text: str) -> Answer | tuple[str | tuple[Message, ...] | None, float | None, bool]:
         """Answer a turn of the policy: its text without the token that ended it, other special tokens included.
 
-        Returns the next user message, the reward of the turn, and whether the episode is over. If the episodes of a
-        prompt have no reward, `reward.kind` scores their last turns. If some have, the others have the reward 0.
+        If the episodes of a prompt have no reward, `reward.kind` scores their last turns. If some have, the others
+        have the reward 0.
         """
         ...

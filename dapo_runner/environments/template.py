@@ -31,10 +31,10 @@ class TurnTemplate:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special_ids = {number for number, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         # Markers of roles and tools are not always among the special ones.
-        text, names = tokenizer.chat_template or "", {str(token): token.special for token in added.values()}
-        marks = {name for name, is_special in names.items() if is_special or (name.strip() and name in text)}
-        special = marks | set(tokenizer.all_special_tokens)
-        self._special = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in special if s) or "(?!)")
+        text = tokenizer.chat_template or ""
+        marks = {str(token) for token in added.values() if token.special or (str(token).strip() and str(token) in text)}
+        special = {*marks, *tokenizer.all_special_tokens} - {""}
+        self._special = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in special) or "(?!)")
         self._single = str.maketrans({token: " " for token in special if len(token) == 1})
         self._turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": f"An answer.{CUT}"}]
         if chat:
@@ -73,15 +73,15 @@ class TurnTemplate:
         # A template may open the policy's turn with the beginning of its thoughts.
         turn = next((one for one in (answer, thinking) if self._render([question, one]).startswith(opened)), answer)
         self._turns = [question, turn]
-        once, twice = ([question, *[turn, message] * n] for n in (1, 2))
-        self._require_prefix(opened, self._render(once))
-        self._require_prefix(self._render(once), self._render(twice))
-        first, second = self._after_cut(once), self._render(twice).rpartition(CUT)[2]
-        if message["content"] not in first:
-            raise ConfigError(f"env: requires a chat template that writes messages of the role {message['role']}.")
-        self._require_prefix(first + "\0", second + "\0")
+        once, twice = (self._render([question, *[turn, message] * n]) for n in (1, 2))
+        self._require_prefix(opened, once)
+        self._require_prefix(once, twice)
+        replies = [rendered.rpartition(CUT)[2] for rendered in (once, twice)]
+        self._require_prefix(*(reply + CUT for reply in replies))
+        name = self.tokenizer.name_or_path
+        if message["content"] not in replies[0]:
+            raise ConfigError(f"env: requires a chat template with messages of the role {message['role']}, got {name}.")
         if self.tools and opened == self._render([question], tools=None):
-            name = self.tokenizer.name_or_path
             raise ConfigError(f"env: requires a chat template that lists tools; that of {name} leaves them out.")
 
     def _require_prefix(self, old: str, new: str) -> None:

@@ -12,11 +12,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
-from pydantic import ConfigDict, ValidationError, validate_call
+from pydantic import BaseModel, ConfigDict, Json, ValidationError, validate_call
 
-from dapo_runner.environments.environment import Environment, Message
+from dapo_runner.environments.environment import Answer, Environment, Message
 from dapo_runner.errors import ConfigError
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)  # "3" is no integer
@@ -24,40 +25,33 @@ MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-class ToolCall(NamedTuple):
+class ToolCall(BaseModel):
+    """A call as a model writes it."""
+
     name: str
-    arguments: Mapping[str, Any]
+    arguments: dict[str, Any] | Json[dict[str, Any]] = {}  # as text in OpenAI's form
 
 
-def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> list[ToolCall | ValueError]:
+def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> list[ToolCall | Exception]:
     """Return the calls of a turn in order, an error for each that cannot be read.
 
     They are read by the tokenizer's own response template. Without one each is a `<tool_call>{"name": …, "arguments":
     {…}}</tool_call>`, which is the form of Hermes and Qwen.
     """
     if getattr(tokenizer, "response_template", None) is None:
-        return [_read_call(found) for found in _HERMES.findall(text)]
+        return [_read_call(ToolCall.model_validate_json, found) for found in _HERMES.findall(text)]
     try:
         calls = tokenizer.parse_response(text, prefix="", tools=list(tools)).get("tool_calls") or []
-        return [_check_call(call.get("function")) for call in calls]
+        return [_read_call(ToolCall.model_validate, call.get("function")) for call in calls]
     except Exception as error:  # whatever a parser does with the text of a model
-        return [ValueError(f"cannot read the tool call: {error}")]
+        return [error]
 
 
-def _read_call(text: str) -> ToolCall | ValueError:
+def _read_call(read: Callable[[Any], ToolCall], call: Any) -> ToolCall | Exception:
     try:
-        return _check_call(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"cannot read the tool call as JSON: {error}")
-
-
-def _check_call(call: Any) -> ToolCall | ValueError:
-    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, Mapping) else (None, None)
-    if isinstance(arguments, str):  # as OpenAI writes them
-        arguments = json.loads(arguments)
-    if isinstance(name, str) and isinstance(arguments, Mapping):
-        return ToolCall(name, arguments)
-    return ValueError('expected a tool call of the form {"name": "…", "arguments": {…}}')
+        return read(call)
+    except ValueError as error:
+        return error
 
 
 class ToolEnvironment(Environment):
@@ -79,34 +73,39 @@ class ToolEnvironment(Environment):
         if len(self.functions) < len(tools):
             raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
         self.tools = [_schema_of(tool) for tool in tools]
-        self.state, self.tokenizer, self.max_error, self.runner = state, tokenizer, max_error, asyncio.Runner()
+        self.state, self.tokenizer, self.max_error = state, tokenizer, max_error
         self.counts = Counter(tool_calls=0, tool_errors=0, tool_episodes=0)
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         return None if self.state is None else self._await(self.state.reset(**_arguments(self.state.reset, row)))
 
-    def step(self, text: str) -> tuple[tuple[Message, ...], None, bool]:
+    def step(self, text: str) -> Answer:
         calls = parse_calls(text, self.tokenizer, self.tools)
         self.error_room = self.max_error
         answers = [self._answer(call) for call in calls]
-        return tuple(Message("tool", answer) for answer in answers if answer is not None), None, not calls
+        return Answer(tuple(Message("tool", answer) for answer in answers if answer is not None), None, not calls)
 
     def get_reward(self) -> float | None:
         return self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
 
     def close(self) -> None:
-        self.runner.close()
+        if "loop" in vars(self):
+            self.loop.close()
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the episode, which connections may be bound to."""
+        return asyncio.new_event_loop()
 
     def _await(self, result: Any) -> Any:
-        """Run in the one event loop of the episode, which connections may be bound to."""
-        return self.runner.run(result) if inspect.iscoroutine(result) else result
+        return self.loop.run_until_complete(result) if inspect.iscoroutine(result) else result
 
-    def _answer(self, call: ToolCall | ValueError) -> str | None:
+    def _answer(self, call: ToolCall | Exception) -> str | None:
         """Return the result or the error, None for an error that there is no room for."""
         self.counts["tool_calls"] += 1
         self.counts["tool_episodes"] = 1
         try:
-            if isinstance(call, ValueError):
+            if isinstance(call, Exception):
                 raise call
             if call.name not in self.functions:
                 raise ValueError(f"there is no tool {call.name}; tools are {', '.join(self.functions)}")
@@ -116,12 +115,13 @@ class ToolEnvironment(Environment):
             return result
         except (Exception, SystemExit) as error:  # the policy may do better next time
             self.counts["tool_errors"] += 1
-            if isinstance(error, ValidationError):  # of the arguments
-                error = ValueError(
-                    "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            text, room = str(error), self.error_room
+            if isinstance(error, ValidationError):  # of the call or its arguments
+                text = "; ".join(
+                    f"{'.'.join(map(str, one['loc'])) or 'tool call'}: {one['msg']}" for one in error.errors()
                 )
-            room, self.error_room = self.error_room, max(0, self.error_room - len(str(error)) - 1)
-            return json.dumps({"error": str(error)[:room]}, ensure_ascii=False) if room else None
+            self.error_room = max(0, room - len(text) - 1)
+            return json.dumps({"error": text[:room]}, ensure_ascii=False) if room else None
 
 
 def _arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -129,13 +129,18 @@ class CallingReward(Reward):
 
 
 def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Completion) -> RewardError:
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
     where = f"prompt {prompt.id}: {_SHORT.repr(prompt.text)}, response: {_SHORT.repr(completion.text)}"
-    found = RewardError(f"reward {name}: {type(error).__name__}: {error}{line}; {where}")
+    found = RewardError(f"reward {name}: {describe_error(error)}; {where}")
     found.__cause__ = error
     return found
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the message of an error, and the line of the user's code that raised it."""
+    frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
+    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(ours)]
+    line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
+    return f"{type(error).__name__}: {error}{line}"
 
 
 class DeadlineError(BaseException):

@@ -6,35 +6,35 @@ environment says is tokenized once and does not train. Each episode goes on as s
 
 from __future__ import annotations
 
-import math
+import asyncio
 import random
-import threading
-import traceback
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
-from copy import deepcopy
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
-from dapo_runner.config import Config, EnvironmentConfig
-from dapo_runner.environments.environment import Environment, Message
+from dapo_runner.config import Config
+from dapo_runner.environments.environment import Answer, Environment, Number
 from dapo_runner.environments.make import make_environment, read_tools
 from dapo_runner.environments.template import TurnTemplate
 from dapo_runner.environments.tools import ToolEnvironment
 from dapo_runner.errors import ConfigError, RunError
-from dapo_runner.rewards.reward import in_thread
-from dapo_runner.rollout.calls import Calls, LateError
+from dapo_runner.rewards.reward import describe_error, in_thread
 from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, TruncatedSupport, Turn
 
 MOST_OF_ERROR = 300  # characters of an environment's error that are shown
 MOST_CHARACTERS = 32  # of a message, for each token that an episode may have; longer ones are not even tokenized
+KINDS = ("raised", "late", "invalid", "too_long")
+COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in KINDS))
 
 
 class EpisodeError(RunError):
@@ -42,88 +42,76 @@ class EpisodeError(RunError):
 
 
 class FailureError(Exception):
-    """An environment failed in one of the ways of ``KINDS``. The cause is what it raised."""
+    """An environment failed in one of the ways of ``KINDS``."""
 
-    def __init__(self, kind: str, message: str = "") -> None:
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
 
-KINDS = ("raised", "late", "invalid", "too_long")
-COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in KINDS))
-Role = Literal["assistant", "environment"]
-Request = Callable[[], Any] | tuple[Prompt, SamplingParams]  # a call of the environment, or a turn of the policy
-
-
 @dataclass(eq=False)
 class _Episode:
-    """An episode in the making. ``parts`` are its turns, those of the policy with a reward in ``rewards``."""
+    """An episode in the making."""
 
     number: int  # of its prompt in the call
     prompt: Prompt
     sampling: SamplingParams  # of its group
     name: str  # what its random numbers follow from
-    environment: Environment | None = None
-    parts: list[tuple[Role, Completion]] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)
+    environment: Any = None
+    cleanup: ExitStack = field(default_factory=ExitStack)  # closes the environment
+    call: Future[Any] = field(default_factory=Future)  # of the environment, the last one so far
+    turns: list[tuple[list[int], Completion]] = field(default_factory=list)  # each behind tokens of the environment
+    rewards: list[float | None] = field(default_factory=list)  # of the turns
     end: str = ""  # why it ended
     error: FailureError | None = None
     counts: dict[str, float] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the environment
-    is_closed: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(chain.from_iterable((*tokens, *turn.token_ids.tolist()) for tokens, turn in self.turns))
 
     @property
     def room(self) -> int:
         """Tokens that it may still have."""
-        return self.sampling.max_tokens - sum(part.length for _, part in self.parts)
+        return self.sampling.max_tokens - len(self.token_ids)
 
-    def begin(self, make: Callable[[], Environment]) -> str:
-        with self.lock:
-            self.environment = make()
-            text = self.environment.reset(deepcopy({"answer": self.prompt.answer, **self.prompt.row}))
-        if not isinstance(text, str | None):
-            raise FailureError("invalid", f"expected a text or None from reset, got {text!r:.200}")
-        return text or ""
+    def reset(self, make: Callable[[], Environment]) -> str:
+        self.environment = make()
+        self.cleanup.callback(getattr(self.environment, "close", lambda: None))
+        text = self.environment.reset(deepcopy({"answer": self.prompt.answer, **self.prompt.row}))
+        return _checked(str | None, text, "reset") or ""
 
-    def step(self, text: str) -> tuple[tuple[Message, ...], float | None, bool]:
-        with self.lock:
-            assert self.environment is not None
-            return _read_step(self.environment.step(text))
+    def step(self, text: str) -> Answer:
+        answer: Answer = _checked(Answer, self.environment.step(text), "step")
+        if not (answer.is_done or answer.messages):
+            raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
+        return answer
 
-    def finish(self) -> float | None:
-        """Return the reward of the whole episode, and close the environment."""
-        with self.lock:
-            reward = _read_reward(getattr(self.environment, "get_reward", lambda: None)())
-            counts = getattr(self.environment, "counts", {})
-        self.close()
-        if not isinstance(counts, Mapping) or {*counts} & {*COUNTS} or not all(map(_is_finite, counts.values())):
-            raise FailureError("invalid", f"expected counts of finite numbers by new names, got {counts!r:.200}")
-        self.counts = dict(counts)
-        return reward
-
-    def close(self) -> None:
-        """Give back what the environment holds, once, after a call that still runs."""
-        with self.lock:
-            if not self.is_closed:
-                self.is_closed = True
-                getattr(self.environment, "close", lambda: None)()
+    def finish(self) -> None:
+        """Add the reward of the whole episode to that of its last turn, and close the environment."""
+        with self.cleanup:
+            found = getattr(self.environment, "get_reward", lambda: None)()
+            reward = _checked(Number | None, found, "get_reward")
+            self.counts = _checked(dict[str, Number], getattr(self.environment, "counts", {}), "counts")
+        if {*self.counts} & {*COUNTS}:
+            raise FailureError("invalid", f"expected counts by other names than {', '.join(COUNTS)}")
+        if reward is not None:
+            self.rewards[-1] = reward + (self.rewards[-1] or 0.0)
 
 
 class EpisodeRunner:
-    """Has an engine and environments take turns. ``counts`` are of all calls so far; calls may be in several threads.
+    """Has an engine and environments take turns. Calls may be in several threads.
 
     Raises ConfigError for an environment that cannot be imported, or a chat template that does not only append.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         assert config.env is not None
-        self.config: EnvironmentConfig = config.env
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config.env, tokenizer
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
         self.template = TurnTemplate(tokenizer, chat=chat, tools=read_tools(self.make))
-        self.counts, self.warnings = Counter[str](), list[str]()
-        self._lock = threading.Lock()
+        self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
 
     def __call__(
         self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], options: CallOptions
@@ -134,7 +122,7 @@ class EpisodeRunner:
             for number, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
             for sample in range(one.n)
         ]
-        self._run(engine, episodes, options)
+        asyncio.run(_Call(self, engine).run(episodes, options))
         self._count(episodes)
         groups = [[one for one in episodes if one.number == number and not one.error] for number in range(len(prompts))]
         for group in groups:
@@ -143,69 +131,103 @@ class EpisodeRunner:
                     episode.rewards[-1] = episode.rewards[-1] or 0.0
         return [[_joined(episode, self.tokenizer) for episode in group] for group in groups]
 
-    def _run(self, engine: RolloutEngine, episodes: Sequence[_Episode], options: CallOptions) -> None:
-        calls = Calls(self.config.concurrency, self.config.timeout_seconds)
-        lives = [self._live(episode) for episode in episodes]
-        with closing(engine.open_call(options, calls.wake, len(episodes))) as asked:
+    def _count(self, episodes: Sequence[_Episode]) -> None:
+        failed = [(episode, episode.error) for episode in episodes if episode.error is not None]
+        counts = Counter(episodes=len(episodes), turns=sum(len(one.turns) for one in episodes), failed=len(failed))
+        counts.update(f"failed_{error.kind}" for _, error in failed)
+        for episode in episodes:
+            counts.update(episode.counts)
+        self.counts.append(counts)
+        if failed:
+            episode, error = failed[0]
+            warning = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {error}; prompt "
+            self.warnings.append(f"{warning}{episode.prompt.id}, turn {len(episode.turns)}")
+        if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
+            raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {self.warnings[-1]}") from error.__cause__
 
-            def go_on(place: int, result: Any) -> None:
-                try:
-                    failed = isinstance(result, BaseException)
-                    request = lives[place].throw(_as_failure(result)) if failed else lives[place].send(result)
-                except StopIteration:
-                    return
-                if callable(request):
-                    calls.add(place, request)
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
+        total = dict.fromkeys(COUNTS, 0.0)
+        while self.counts:
+            for name, n in self.counts.popleft().items():
+                total[name] = total.get(name, 0.0) + n
+        return total
+
+    def take_warnings(self) -> list[str]:
+        """Return which episodes were left out since the last call."""
+        return [self.warnings.popleft() for _ in range(len(self.warnings))]
+
+    def uncounted(self) -> EpisodeRunner:
+        """Return a runner whose episodes are not counted here. It shares the warnings."""
+        other = copy(self)
+        other.counts = deque()
+        return other
+
+
+class _Call:
+    """A call of an ``EpisodeRunner``. Episodes are coroutines of this thread; environments are called in others."""
+
+    def __init__(self, runner: EpisodeRunner, engine: RolloutEngine) -> None:
+        self.runner, self.config, self.template, self.engine = runner, runner.config, runner.template, engine
+        self.progress = asyncio.Event()
+        self.free = asyncio.Semaphore(self.config.concurrency)
+        self.n_called = 0  # environments that have not answered
+        self.sampled: dict[int, asyncio.Future[Completion]] = {}
+
+    async def run(self, episodes: Sequence[_Episode], options: CallOptions) -> None:
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.progress.set)
+
+        with closing(self.engine.open_call(options, wake, len(episodes))) as self.asked:
+            finished = asyncio.gather(*(self._live(key, episode) for key, episode in enumerate(episodes)))
+            finished.add_done_callback(lambda _: self.progress.set())
+            while not finished.done():
+                if self.asked.is_ready(self.n_called == 0):
+                    for key, completion in self.asked.work():
+                        self.sampled.pop(key).set_result(completion)
+                    for _ in range(3):  # rounds of the loop until the answer of a thread has reached its episode
+                        await asyncio.sleep(0)
                 else:
-                    asked.add(place, *request)
+                    await self.progress.wait()
+                    self.progress.clear()
+            await finished
 
-            try:
-                for place in range(len(episodes)):
-                    go_on(place, None)
-                while not calls.is_done or asked.n_open:
-                    for place, result in calls.take(block=not asked.is_ready(calls.is_done)):
-                        go_on(place, result)
-                    if asked.is_ready(calls.is_done):
-                        for place, completion in asked.work():
-                            go_on(place, completion)
-            finally:
-                for life in lives:
-                    life.close()
-
-    def _live(self, episode: _Episode) -> Generator[Request, Any, None]:
-        """Yield what an episode asks for and receive the answers, until its environment is closed."""
+    async def _live(self, key: int, episode: _Episode) -> None:
         try:
-            episode.end = yield from self._play(episode)
-            reward = yield episode.finish
-            if reward is not None:
-                episode.rewards[-1] = reward + (episode.rewards[-1] or 0.0)
-        except FailureError as error:
+            episode.end = await self._take_turns(key, episode)
+            await self._call(episode, episode.finish)
+        except BaseException as error:  # a cancellation too: the engine has failed
+            episode.call.add_done_callback(lambda _: in_thread(episode.cleanup.close))  # no call runs beside another
+            if not isinstance(error, FailureError):
+                raise
             episode.error = error
-        finally:
-            if not episode.is_closed:
-                in_thread(episode.close)
 
-    def _play(self, episode: _Episode) -> Generator[Request, Any, str]:
-        """Do the same for the turns of an episode. Returns why it ended."""
-        text = yield partial(episode.begin, self.make)
+    async def _take_turns(self, key: int, episode: _Episode) -> str:
+        """Return why the episode ended."""
+        text = await self._call(episode, partial(episode.reset, self.runner.make))
         tokens = self._tokenize(episode, text, partial(self.template.open_episode, episode.prompt.messages, text))
         while len(tokens) < episode.room:
-            completion = yield self._ask(episode, tokens)
-            episode.parts += [("environment", _as_part(tokens, completion))] if tokens else []
-            episode.parts.append(("assistant", completion))
+            self.asked.add(key, *self._request(episode, tokens))
+            self.sampled[key] = asyncio.get_running_loop().create_future()
+            completion = await self.sampled[key]
+            episode.turns.append((tokens, completion))
             episode.rewards.append(None)
             if completion.truncated:
                 break
             sampled = completion.token_ids.tolist()
             own = sampled[:-1] if self.template.is_special(sampled[-1]) else sampled
-            text = self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            messages, episode.rewards[-1], is_done = yield partial(episode.step, text)
-            if is_done:
+            text = self.runner.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            answer = await self._call(episode, partial(episode.step, text))
+            episode.rewards[-1] = answer.reward
+            if answer.is_done:
                 return "done"
-            if len(episode.rewards) == self.config.max_turns:
+            if len(episode.turns) == self.config.max_turns:
                 return "max_turns"
-            reply = "".join(message.content for message in messages)
-            tokens = self._tokenize(episode, reply, partial(self.template.reply, messages, sampled[-1]))
+            reply = "".join(message.content for message in answer.messages)
+            tokens = self._tokenize(episode, reply, partial(self.template.reply, answer.messages, sampled[-1]))
         return "length"
 
     def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
@@ -214,47 +236,61 @@ class EpisodeRunner:
             tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
         except ConfigError as error:  # a role that the chat template does not take
             raise FailureError("invalid", str(error)) from error
-        if len(tokens) >= limit and not (episode.rewards and self.template.tools):  # the policy asked for this result
+        if len(tokens) >= limit and not (episode.turns and self.template.tools):  # the policy asked for this result
             raise FailureError(
                 "too_long", f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
             )
         return tokens
 
-    def _ask(self, episode: _Episode, tokens: list[int]) -> tuple[Prompt, SamplingParams]:
-        token_ids = chain(episode.prompt.token_ids, *(part.token_ids.tolist() for _, part in episode.parts), tokens)
+    def _request(self, episode: _Episode, tokens: list[int]) -> tuple[Prompt, SamplingParams]:
+        """Return what the engine is asked for the next turn, behind ``tokens`` of the environment."""
         room = episode.room - len(tokens)
         limit = min(room, self.config.max_turn_tokens or room)
-        seed = random.Random(f"{episode.name}:{len(episode.rewards)}").getrandbits(31)
-        prompt = replace(episode.prompt, token_ids=tuple(token_ids))
+        seed = random.Random(f"{episode.name}:{len(episode.turns)}").getrandbits(31)
+        prompt = replace(episode.prompt, token_ids=(*episode.prompt.token_ids, *episode.token_ids, *tokens))
         return prompt, replace(episode.sampling, n=1, max_tokens=limit, seed=seed, index=0)
 
-    def _count(self, episodes: list[_Episode]) -> None:
-        failed = [episode for episode in episodes if episode.error is not None]
-        kinds = Counter(episode.error.kind for episode in failed if episode.error)
-        turns = sum(len(episode.rewards) for episode in episodes)
-        with self._lock:
-            self.counts.update({"episodes": len(episodes), "turns": turns, "failed": len(failed)})
-            self.counts.update({f"failed_{kind}": n for kind, n in kinds.items()})
-            for episode in episodes:
-                self.counts.update(episode.counts)
-            if failed:
-                first = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {failed[0].error}"
-                first += f"; prompt {failed[0].prompt.id}, turn {len(failed[0].rewards)}"
-                self.warnings.append(first)
-        if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
-            raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {first}") from failed[0].error
+    async def _call(self, episode: _Episode, function: Callable[[], Any]) -> Any:
+        """Call an environment in a thread, which is left behind if it is late. Raises FailureError."""
+        self.n_called += 1
+        try:
+            async with self.free:
+                episode.call = in_thread(partial(_attempt, function))
+                result = await asyncio.wait_for(asyncio.wrap_future(episode.call), self.config.timeout_seconds)
+        except asyncio.TimeoutError:
+            message = f"no answer within {self.config.timeout_seconds:g} s (env.timeout_seconds)"
+            raise FailureError("late", message) from None
+        finally:
+            self.n_called -= 1
+            self.progress.set()
+        if isinstance(result, FailureError):
+            raise result
+        return result
 
-    def take_counts(self) -> dict[str, float]:
-        """Return what was counted since the last call."""
-        with self._lock:
-            counts, self.counts = {**dict.fromkeys(COUNTS, 0), **self.counts}, Counter()
-        return {name: float(n) for name, n in counts.items()}
 
-    def take_warnings(self) -> list[str]:
-        """Return which episodes were left out since the last call."""
-        with self._lock:
-            warnings, self.warnings = self.warnings, []
-        return warnings
+def _attempt(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or a FailureError."""
+    try:
+        return function()
+    except FailureError as failure:
+        return failure
+    except BaseException as error:
+        text = "".join(character if character.isprintable() else "�" for character in describe_error(error))
+        raised = FailureError("raised", text[:MOST_OF_ERROR])
+        raised.__cause__ = error
+        return raised
+
+
+_adapter = cache(TypeAdapter)
+
+
+def _checked(kind: Any, value: Any, source: str) -> Any:
+    """Return what a method of an environment has returned as ``kind``. Raises FailureError."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        reasons = "; ".join(f"{one['msg']} {one['loc'] or ''}" for one in error.errors())
+        raise FailureError("invalid", f"{source} returned {value!r:.200}: {reasons:.200}") from error
 
 
 def open_episodes(config: Config, tokenizer: Any) -> EpisodeRunner | None:
@@ -262,59 +298,17 @@ def open_episodes(config: Config, tokenizer: Any) -> EpisodeRunner | None:
     return None if config.env is None else EpisodeRunner(config, tokenizer)
 
 
-def _as_failure(error: BaseException) -> FailureError:
-    """Return what a call raised, with the line of the user's code."""
-    if isinstance(error, FailureError):
-        return error
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if Path(frame.filename).name not in ("reward.py", Path(__file__).name)]
-    line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
-    text = "".join(character if character.isprintable() else "�" for character in str(error))[:MOST_OF_ERROR]
-    failure = FailureError(
-        "late" if isinstance(error, LateError) else "raised", f"{type(error).__name__}: {text}{line}"
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _read_step(result: Any) -> tuple[tuple[Message, ...], float | None, bool]:
-    """Return messages, reward and whether the episode is over. Raises FailureError."""
-    try:
-        observation, reward, is_done = result
-        messages = (Message("user", observation),) if isinstance(observation, str) else observation or ()
-        if is_done not in (True, False) or not all(map(_is_message, messages)):
-            raise TypeError
-    except (TypeError, ValueError) as error:
-        raise FailureError("invalid", f"expected (observation, reward, done) from step, got {result!r:.200}") from error
-    if not (is_done or messages):
-        raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
-    return messages, _read_reward(reward), bool(is_done)
-
-
-def _is_message(found: Any) -> bool:
-    return isinstance(found, Message) and found.role in ("user", "tool") and isinstance(found.content, str)
-
-
-def _read_reward(reward: Any) -> float | None:
-    if not (reward is None or _is_finite(reward)):
-        raise FailureError("invalid", f"expected a finite reward or None, got {reward!r:.200}")
-    return None if reward is None else float(reward)
-
-
-def _is_finite(number: Any) -> bool:
-    value = number.item() if hasattr(number, "item") else number  # of NumPy or torch
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def _joined(episode: _Episode, tokenizer: Any) -> Completion:
     """Return the whole episode as one response."""
-    own = iter(zip([*["stop"] * (len(episode.rewards) - 1), episode.end], episode.rewards, strict=True))
-    turns, parts, start = list[Turn](), [part for _, part in episode.parts], 0
-    for role, part in episode.parts:
-        reason, reward = next(own) if role == "assistant" else ("", None)
-        text = tokenizer.decode(part.token_ids.tolist(), clean_up_tokenization_spaces=False)
-        turns.append(Turn(role, start, start + part.length, text, reason, reward))
-        start += part.length
+    parts, turns, start = list[Completion](), list[Turn](), 0
+    ends = [*(("stop", reward) for reward in episode.rewards[:-1]), (episode.end, episode.rewards[-1])]
+    for (tokens, completion), end in zip(episode.turns, ends, strict=True):
+        for part in (_as_part(tokens, completion), completion) if tokens else (completion,):
+            text = tokenizer.decode(part.token_ids.tolist(), clean_up_tokenization_spaces=False)
+            place = start, start + part.length, text
+            turns.append(Turn("assistant", *place, *end) if part is completion else Turn("environment", *place))
+            parts.append(part)
+            start += part.length
     supports = [part.support for part in parts if part.support is not None]
     return replace(
         parts[-1],
@@ -330,7 +324,7 @@ def _joined(episode: _Episode, tokenizer: Any) -> Completion:
 
 
 def _as_part(tokens: list[int], following: Completion) -> Completion:
-    """Return the reply of the environment in the form of a response, which the turn ``following`` it is joined to."""
+    """Return tokens of the environment in the form of a response, as the turn ``following`` them is."""
     n, versions = len(tokens), following.versions[:1]
     return Completion(
         token_ids=torch.tensor(tokens),

@@ -231,6 +231,7 @@ class Run(TrainingRun):
                 self.worker,
                 score=self.score.unshaped(),
                 tree=None,
+                episodes=self.worker.episodes and self.worker.episodes.uncounted(),
                 clock=StepClock(),
                 stop=StopRequest(),
             )

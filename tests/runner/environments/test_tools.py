@@ -116,7 +116,7 @@ def test_an_environment_written_for_trl() -> None:
         (call("increment", amount="1"), "amount"),
         (call("increment", amount=True), "amount"),
         ("<tool_call>{'name': 1}</tool_call>", "JSON"),
-        ("<tool_call>[1, 2]</tool_call>", "arguments"),
+        ("<tool_call>[1, 2]</tool_call>", "tool call"),
         ('<tool_call>{"name": "increment", "arguments": [2]}', "arguments"),
         ("<tool_call>" + "[" * 100_000, "JSON"),
         ("<tool_call>", "JSON"),
@@ -164,13 +164,13 @@ def test_calls_are_read_by_the_template_of_the_tokenizer() -> None:
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     hermes = call("product", a=6, b=7)
-    assert parse_calls(hermes, tokenizer) == [ToolCall("product", {"a": 6, "b": 7})]
+    assert parse_calls(hermes, tokenizer) == [ToolCall(name="product", arguments={"a": 6, "b": 7})]
     tokenizer.response_template = TEMPLATE
     assert parse_calls(hermes, tokenizer) == []
     text = 'First [product {"a": 6, "b": 7}] then [product {"a": 1, "b": 2}]'
     assert parse_calls(text, tokenizer) == [
-        ToolCall("product", {"a": 6, "b": 7}),
-        ToolCall("product", {"a": 1, "b": 2}),
+        ToolCall(name="product", arguments={"a": 6, "b": 7}),
+        ToolCall(name="product", arguments={"a": 1, "b": 2}),
     ]
     (broken,) = parse_calls('[product {"a": 6,]', tokenizer)
     assert isinstance(broken, ValueError)
