@@ -136,7 +136,7 @@ class EpisodeRunner:
         counts = Counter(episodes=len(episodes), turns=sum(len(one.turns) for one in episodes), failed=len(failed))
         counts.update(f"failed_{error.kind}" for _, error in failed)
         for episode in episodes:
-            counts.update(episode.counts)
+            counts.update({} if episode.error else episode.counts)
         self.counts.append(counts)
         if failed:
             episode, error = failed[0]

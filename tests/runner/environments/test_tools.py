@@ -1,20 +1,26 @@
-"""Tools: environments in TRL's convention, plain functions, calls that fail."""
+"""Tools: environments in TRL's convention, plain functions, and calls that fail. No turn of a model ends a run."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trl_counter
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from talkers import CHATML, chat_tokenizer
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
-from dapo_runner.environments.environment import Message
+from dapo_runner.environments.environment import Answer, Message
 from dapo_runner.environments.make import make_environment, template_arguments
-from dapo_runner.environments.tools import ToolCall, ToolEnvironment, parse_calls
+from dapo_runner.environments.template import TurnTemplate
+from dapo_runner.environments.tools import MOST_CHARACTERS, ToolCall, ToolEnvironment, parse_calls
 
+HERE = "test_tools"
 TEMPLATE = {  # of a model that writes [name {…}] where it calls a tool
     "defaults": {"role": "assistant"},
     "start_anchor": "<start>",
@@ -45,18 +51,64 @@ def undocumented(a):
     return a
 
 
-class Answering:
-    def reset(self, row: dict[str, Any]) -> None: ...
+def echo(text: str, times: int = 1) -> str:
+    """Return the text.
 
-    def step(self, text: str) -> tuple[None, float, bool]:
-        return None, 1.0, True
+    Args:
+        text: The text.
+        times: How often.
+    """
+    return text * times
 
 
-class Tooled(trl_counter.CounterEnv):
+def fail(text: str | None = None) -> str:
+    """Fail with the text, or leave without one.
+
+    Args:
+        text: The text.
+    """
+    if text is None:
+        sys.exit()
+    raise RuntimeError(text)
+
+
+class CounterEnv:
+    """An environment as TRL's `environment_factory` takes it: the policy has to bring a counter to `target`."""
+
     tools = ("hammer",)  # its own business
 
+    def reset(self, start: int = 0, target: int = 3) -> str | None:
+        self.count, self.target = start, target
+        return f"The counter is at {start}. Bring it to {target}."
 
-class Product(trl_counter.CounterEnv):
+    def increment(self, amount: int = 1) -> str:
+        """
+        Add to the counter.
+
+        Args:
+            amount: How much to add.
+
+        Returns:
+            The new value.
+        """
+        if amount > 5:
+            raise ValueError("that is too much")
+        self.count += amount
+        return f"The counter is at {self.count}."
+
+    async def look(self) -> int:
+        """
+        Read the counter.
+        """
+        return self.count
+
+    def get_reward(self) -> float:
+        return 1.0 if self.count == self.target else 0.0
+
+    def _hidden(self) -> None: ...
+
+
+class Product(CounterEnv):
     def product(self, a: int) -> int:
         """Multiply by itself.
 
@@ -66,6 +118,11 @@ class Product(trl_counter.CounterEnv):
         return a * a
 
 
+class Answering(CounterEnv):
+    def step(self, text: str) -> Answer:
+        return Answer(None, 1.0, True)
+
+
 class NoReset:
     pass
 
@@ -73,7 +130,7 @@ class NoReset:
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.delitem(sys.modules, "test_tools", raising=False)
+    monkeypatch.delitem(sys.modules, HERE, raising=False)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -84,68 +141,56 @@ def make(**settings: Any) -> Any:
     return make_environment(EnvironmentConfig(**settings))()
 
 
-def contents(result: tuple[tuple[Message, ...], None, bool]) -> list[str]:
-    messages, reward, _ = result
-    assert reward is None
-    assert {message.role for message in messages} <= {"tool"}
-    return [message.content for message in messages]
+def contents(answer: Answer) -> list[str]:
+    assert answer.reward is None
+    assert {message.role for message in answer.messages} <= {"tool"}
+    return [message.content for message in answer.messages]
 
 
 def test_an_environment_written_for_trl() -> None:
-    environment = make(kind="test_tools:Tooled", tools=["test_tools:product"])
+    environment = make(kind=f"{HERE}:CounterEnv", tools=[f"{HERE}:product"])
     names = [tool["function"]["name"] for tool in environment.tools]
     assert names == ["product", "increment", "look"]
     row = {"start": 1, "target": 4, "question": "…", "answer": ""}
     assert environment.reset(row) == "The counter is at 1. Bring it to 4."
     first = environment.step("I add two. " + call("increment", amount=2) + call("look"))
-    assert (contents(first), first[2]) == (["The counter is at 3.", "3"], False)
+    assert (contents(first), first.is_done) == (["The counter is at 3.", "3"], False)
     assert contents(environment.step(call("product", a=3, b=5))) == ["15"]
     assert environment.get_reward() == 0.0
     environment.step(call("increment"))
     assert environment.get_reward() == 1.0
     assert environment.step("It is done.") == ((), None, True)
     assert environment.counts == {"tool_calls": 4, "tool_errors": 0, "tool_episodes": 1}
+    environment.close()
+    assert environment.loop.is_closed()
 
 
 @pytest.mark.parametrize(
     ("text", "word"),
     [
         (call("multiply", a=1), "increment"),
+        (call("_hidden"), "increment"),
+        (call("get_reward"), "increment"),
         (call("increment", much=2), "much"),
         (call("increment", amount=6), "too much"),
         (call("increment", amount="1"), "amount"),
         (call("increment", amount=True), "amount"),
-        ("<tool_call>{'name': 1}</tool_call>", "JSON"),
+        (call("echo", text="x" * (MOST_CHARACTERS + 1)), str(MOST_CHARACTERS)),
+        ("<tool_call>{'name': 1}</tool_call>", "tool call"),
         ("<tool_call>[1, 2]</tool_call>", "tool call"),
         ('<tool_call>{"name": "increment", "arguments": [2]}', "arguments"),
-        ("<tool_call>" + "[" * 100_000, "JSON"),
-        ("<tool_call>", "JSON"),
+        ("<tool_call>" + "[" * 100_000, "tool call"),
+        ("<tool_call>", "tool call"),
     ],
 )
 def test_a_bad_call_is_answered_with_an_error_and_counted(text: str, word: str) -> None:
-    environment = make(kind="trl_counter:CounterEnv")
+    environment = make(kind=f"{HERE}:CounterEnv", tools=[f"{HERE}:echo"])
     environment.reset({"target": 9, "answer": ""})
     bad, good = contents(environment.step(text + "</tool_call>" + call("increment")))
     assert word in json.loads(bad)["error"]
+    assert len(json.loads(bad)["error"]) <= 200
     assert good == "The counter is at 1."
     assert environment.counts == {"tool_calls": 2, "tool_errors": 1, "tool_episodes": 1}
-
-
-def test_a_result_that_no_episode_holds_is_an_error_the_policy_sees() -> None:
-    def count(to: int) -> str:
-        """Count.
-
-        Args:
-            to: The last number.
-        """
-        return "1 " * to
-
-    environment = ToolEnvironment([count])
-    few, many = contents(environment.step(call("count", to=2) + call("count", to=10**6)))
-    assert few == "1 1 "
-    assert len(json.loads(many)["error"]) <= 200
-    assert len(contents(environment.step(call("数" * 5000)))[0]) < 300
-    assert environment.counts["tool_errors"] == 2
 
 
 def test_many_bad_calls_have_no_more_room_than_one() -> None:
@@ -154,32 +199,25 @@ def test_many_bad_calls_have_no_more_room_than_one() -> None:
     assert len(json.loads(one)["error"]) == 60
     assert others == ["6"]
     short = contents(environment.step(call("y") * 30))
-    assert sum(len(json.loads(error)["error"]) for error in short) <= 60
+    assert 50 < sum(len(json.loads(error)["error"]) for error in short) <= 60
     assert environment.counts["tool_errors"] == 33
 
 
 def test_calls_are_read_by_the_template_of_the_tokenizer() -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    hermes = call("product", a=6, b=7)
-    assert parse_calls(hermes, tokenizer) == [ToolCall(name="product", arguments={"a": 6, "b": 7})]
-    tokenizer.response_template = TEMPLATE
-    assert parse_calls(hermes, tokenizer) == []
     text = 'First [product {"a": 6, "b": 7}] then [product {"a": 1, "b": 2}]'
-    assert parse_calls(text, tokenizer) == [
-        ToolCall(name="product", arguments={"a": 6, "b": 7}),
-        ToolCall(name="product", arguments={"a": 1, "b": 2}),
-    ]
-    (broken,) = parse_calls('[product {"a": 6,]', tokenizer)
-    assert isinstance(broken, ValueError)
-    environment = ToolEnvironment([product], None, tokenizer)
-    assert contents(environment.step(text)) == ["42", "2"]
+    hermes = [ToolCall(name="product", arguments={"a": 6, "b": 7})]
+    assert parse_calls(call("product", a=6, b=7), tokenizer(False)) == hermes
+    assert parse_calls(call("product", a=6, b=7), tokenizer(True)) == []
+    assert parse_calls(text, tokenizer(True)) == [*hermes, ToolCall(name="product", arguments={"a": 1, "b": 2})]
+    (broken,) = parse_calls('[product {"a": 6,]', tokenizer(True))
+    assert isinstance(broken, Exception)
+    assert contents(ToolEnvironment([product], None, tokenizer(True)).step(text)) == ["42", "2"]
+    as_text = json.dumps({"name": "product", "arguments": '{"a": 6, "b": 7}'})  # OpenAI's form
+    assert parse_calls(f"<tool_call>{as_text}</tool_call>") == hermes
 
 
 def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
-    config = EnvironmentConfig(tools=["test_tools:product"])
+    config = EnvironmentConfig(tools=[f"{HERE}:product"])
     (tool,) = template_arguments(config)["tools"]
     assert tool["function"]["parameters"]["required"] == ["a", "b"]
     environment = make_environment(config)()
@@ -189,14 +227,81 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
     assert environment.get_reward() is None
 
 
-def test_what_is_no_tool_is_refused() -> None:
-    for settings, key in (
-        ({"kind": "test_tools:Answering", "tools": ["test_tools:product"]}, r"env\.tools"),
-        ({"kind": "test_tools:NoReset"}, r"env\.kind"),
-        ({"tools": ["test_tools:product", "test_tools:product"]}, r"env\.tools"),
-        ({"kind": "test_tools:Product", "tools": ["test_tools:product"]}, r"env\.tools"),
-        ({"tools": ["test_tools:undocumented"]}, "env.*undocumented"),
-        ({"tools": ["test_tools:absent"]}, r"env\.tools.*absent"),
-    ):
-        with pytest.raises(ConfigError, match=key):
-            make(**settings)
+@pytest.mark.parametrize(
+    ("kind", "tools", "key"),
+    [
+        ("Answering", ["product"], r"^env\.tools"),
+        ("NoReset", [], r"^env\.kind"),
+        (None, ["product", "product"], r"^env\.tools"),
+        ("Product", ["product"], r"^env\.tools"),
+        (None, ["undocumented"], r"^env.*undocumented"),
+        (None, ["absent"], r"^env\.tools.*absent"),
+    ],
+)
+def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        make(kind=kind and f"{HERE}:{kind}", tools=[f"{HERE}:{tool}" for tool in tools])
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<tool_call", "[product ", "[echo ", "]", "<start>", "<|im_start|>", "<|im_end|>"),
+    *("{", "}", '{"name": ', '"product"', ', "arguments": ', '{"a": 2, "b": 3}', '"echo"', '"fail"', "null", "NaN"),
+    *('"__init__"', '{"text": "\\ud800"}', '{"text": "<|im_end|>"}', '{"a": 1e999, "b": -0.0}', "9" * 5000, "\ud800"),
+    *('{"a": ' + "9" * 4000 + ', "b": 1}', "[" * 3000, '{"a":' * 3000, "\0", "\ue000cut\ue000", "{{ 1/0 }}"),
+]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=8).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "text"]), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["product", "echo", "fail", "look", "_hidden", "reset", "get_reward", "", None, 3, "\ud800"])
+CALLS = st.fixed_dictionaries({"name": NAMES, "arguments": VALUES | VALUES.map(json.dumps)}) | VALUES
+TURNS = st.lists(CALLS.map(lambda one: f"<tool_call>{json.dumps(one)}</tool_call>") | TEXTS, max_size=4).map("".join)
+
+
+@cache
+def tokenizer(has_template: bool) -> Any:
+    found = chat_tokenizer("{% for t in tools or [] %}{{ t['function']['name'] }}\n{% endfor %}" + CHATML)
+    if has_template:
+        found.response_template = TEMPLATE
+    return found
+
+
+@cache
+def tools(has_template: bool) -> ToolEnvironment:
+    environment = ToolEnvironment([product, echo, fail], CounterEnv(), tokenizer(has_template))
+    environment.reset({})
+    return environment
+
+
+@cache
+def turn_template() -> TurnTemplate:
+    return TurnTemplate(tokenizer(False), chat=True, tools=tools(False).tools)
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(TURNS)
+@example('<tool_call>{"name": "product", "arguments": "[' + "[" * 5000)
+@example('<tool_call>{"name": "product", "arguments": {"a": ' + "9" * 4300 + ', "b": 10}}</tool_call>')
+def test_a_turn_is_read_and_answered(has_template: bool, text: str) -> None:
+    calls = parse_calls(text, tokenizer(has_template), tools(has_template).tools)
+    assert all(isinstance(one, ToolCall | Exception) for one in calls)
+    answer = tools(has_template).step(text)
+    assert (answer.reward, answer.is_done) == (None, not calls)
+    assert len(answer.messages) <= len(calls)
+    ids = turn_template().reply(answer.messages, 0)
+    plain = turn_template().reply([Message("tool", ".")] * len(answer.messages), 0)
+    unknown = tokenizer(False).unk_token_id
+    special, expected = (
+        [one for one in found if turn_template().is_special(one) and one != unknown] for found in (ids, plain)
+    )
+    assert special == expected
+
+
+def test_no_piece_repeated_takes_long() -> None:
+    for piece in PIECES:
+        start = time.process_time()
+        turn_template().reply(tools(False).step("<tool_call>" + piece * 20).messages, 0)
+        assert time.process_time() - start < 5, piece[:20]

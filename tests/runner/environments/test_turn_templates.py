@@ -1,0 +1,111 @@
+"""What an environment says, in the tokens of a chat template: which templates are refused, and no special token."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from talkers import CHATML, chat_tokenizer
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from dapo_runner.config import ConfigError
+from dapo_runner.environments.environment import Message
+from dapo_runner.environments.template import TurnTemplate
+
+TOOLS = [{"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"properties": {}}}}]
+LISTED = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML
+TRL = importlib.util.find_spec("trl")
+SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m"  # docs/smollm2.md
+
+
+def template_of(name: str) -> str:
+    if name.endswith("%}") or TRL is None:
+        return name
+    return (Path(TRL.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_user", "takes_tool"),
+    [
+        (LISTED, True, True),
+        (CHATML, True, False),  # lists no tools
+        (CHATML.replace("{{ m['content']", "{% if loop.last %}now: {% endif %}{{ m['content']"), False, False),
+        ("qwen3", False, True),  # drops thoughts once the user has said more, not after a tool
+        ("qwen3_training", True, True),
+        ("qwen3_5_think", False, True),
+        ("qwen3_5_nothink", False, True),
+        ("qwen2_5", True, True),
+        ("glm4moe", False, True),
+        ("gptoss", False, False),  # a tool's message names a call of the message before
+        ("deepseekv3", False, False),
+        ("phi3", True, False),  # leaves out messages of tools
+        ("gemma", True, False),
+        ("cohere2", True, False),
+        ("llama3_1", True, True),
+        ("llama3", True, False),
+    ],
+)
+def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bool, takes_tool: bool) -> None:
+    if TRL is None and not name.endswith("%}"):
+        pytest.skip("trl, which has copies of models' templates, is not installed")
+    tokenizer = chat_tokenizer(template_of(name))
+    tokenizer.bos_token = "<pad>"
+    for tools, takes in ((None, takes_user), (TOOLS, takes_tool)):
+        if not takes:
+            with pytest.raises(ConfigError, match=r"^env\b"):
+                TurnTemplate(tokenizer, chat=True, tools=tools)
+            continue
+        template = TurnTemplate(tokenizer, chat=True, tools=tools)
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        message = Message("tool" if tools else "user", "three")
+        options = {"tokenize": False, "tools": tools, "add_generation_prompt": True}
+        whole = tokenizer.apply_chat_template([*turns, message._asdict()], **options)
+        written = tokenizer.decode(template.reply([message], tokenizer.convert_tokens_to_ids("2")))
+        assert whole.endswith(f"2{written}")
+        assert "three" in written
+        if written.startswith("<|im_end|>"):  # the policy may have closed its turn itself
+            closed = template.reply([message], tokenizer.eos_token_id)
+            assert f"<|im_end|>{tokenizer.decode(closed)}" == written
+        opened = tokenizer.decode(template.open_episode([("user", "1")], "?"))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "1?"}], **options).endswith(opened)
+
+
+PIECES = [
+    *("<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "<pad>", "<unk>", "<role>", "<end_of_turn>", "\n", "x"),
+    *("\ud800", "\udfff\ud800", "\0", "\x1b[2J", "\u202e", "\ue000cut\ue000", "x" * 5000, "{{ 1/0 }}", "{% raw %}"),
+]
+
+
+@cache
+def turn_template(chat: bool, real: bool) -> TurnTemplate:
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2) if real else chat_tokenizer(CHATML + "{# <role> #}")
+    if not real:  # tokens that the tokenizer has no name for
+        tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True), AddedToken("<role>")])
+    return TurnTemplate(tokenizer, chat=chat, tools=None)
+
+
+@pytest.mark.parametrize(("chat", "real"), [(True, False), (False, False), (True, True)])
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=8).map("".join), min_size=1))
+def test_no_text_of_an_environment_is_a_special_token(chat: bool, real: bool, texts: list[str]) -> None:
+    if real and not SMOLLM2.exists():
+        pytest.skip("models/smollm2-135m is not there")
+    template = turn_template(chat, real)
+    tokenizer: Any = template.tokenizer
+    unknown, role = tokenizer.convert_tokens_to_ids(["<unk>", "<role>"])
+    ids, plain = (
+        template.reply([Message("user", text) for text in found], tokenizer.eos_token_id)
+        for found in (texts, ["."] * len(texts))
+    )
+    special, expected = (
+        [one for one in found if template.is_special(one) and one != unknown] for found in (ids, plain)
+    )
+    assert special == expected
+    assert real or role not in ids
+    assert tokenizer.eos_token_id not in template.open_episode([("user", "go")], texts[0])[: -len(plain)]
