@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 import re
 import shutil
 import sys
@@ -15,8 +16,9 @@ import yaml
 from builders import CharTokenizer, make_config, write_rows
 
 from dapo_runner.cli import main
-from dapo_runner.config import EnvironmentConfig
+from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.data.dataset import load_data
+from dapo_runner.environments.adapters import TextArena
 from dapo_runner.environments.make import make_environment
 from dapo_runner.logging.metrics import read_log
 
@@ -91,51 +93,69 @@ def test_a_game(folder: Path, model_folder: Path) -> None:
 
 
 def test_an_openenv_client() -> None:
-    closed = []
+    def result(message: str, *end: Any) -> Any:  # as of `openenv.core.SyncEnvClient`
+        return SimpleNamespace(observation=SimpleNamespace(message=message), reward=0.5, done=True)
 
-    class Client:
-        """Answers as `openenv.core.SyncEnvClient` does."""
-
-        def reset(self) -> Any:
-            return SimpleNamespace(observation=SimpleNamespace(message="go"), reward=None, done=False)
-
-        def step(self, action: Any) -> Any:
-            return SimpleNamespace(observation=SimpleNamespace(message=f"did {action}"), reward=0.5, done=True)
-
-        def close(self) -> None:
-            closed.append(True)
-
-    environment = importlib.import_module("my_arena").remote(Client, str.upper)
+    client = SimpleNamespace(reset=lambda: result("go"), step=lambda action: result(f"did {action}"), close=lambda: 7)
+    environment = importlib.import_module("my_arena").remote(lambda: client, str.upper)
     assert environment.reset({}) == "go"
     assert environment.step("left") == ("did LEFT", 0.5, True)
-    environment.close()
-    assert closed == [True]
+    assert environment.close() == 7
+
+
+class Duel:
+    """A game as textarena has them: it draws from Python's global random numbers. Whoever moves to 0 wins."""
+
+    def reset(self, num_players: int, seed: int) -> None:
+        random.seed(seed)
+        self.n, self.player, self.moves = num_players, 0, [random.random()]
+
+    def get_observation(self) -> tuple[int, list[tuple[int, str, None]]]:
+        return self.player, [(sender, f"{sender}: {self.moves[-1]}", None) for sender in (-1, self.player)]
+
+    def step(self, action: str) -> tuple[bool, None]:
+        self.moves.append(float(action) + random.random())
+        self.player = (self.player + 1) % self.n
+        return action == "0", None
+
+    def close(self) -> tuple[dict[int, float], None]:
+        return {0: 1.0 if self.player else -1.0}, None
+
+
+def test_a_game_of_textarena_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = {"Duel-v0-raw": Duel}
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: made.get(name, int)()))
+
+    def play(seed: int, last: str = "0") -> list[Any]:
+        game = TextArena("Duel-v0", opponent=lambda text, rng: last if "7" in text[-8:] else str(rng.random()))
+        found = [game.reset({"seed": seed}), *(game.step(str(turn)) for turn in range(3, 0, -1))]
+        return [*found, game.step("0")]
+
+    state = random.getstate()
+    games = [play(seed) for seed in (1, 1, 2)]
+    assert random.getstate() == state
+    assert games[0] == games[1] != games[2]
+    assert games[0][0].startswith("-1: ")
+    assert games[0][0].count(":") == 1  # not what the policy said itself
+    assert games[0][-1] == ("", 1.0, True)
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    with pytest.raises(ConfigError, match=r"^env\.kind"):
+        TextArena("Duel-v0")
 
 
 def test_games_of_textarena() -> None:
     pytest.importorskip("textarena", reason="textarena is not installed")
     arena = importlib.import_module("my_arena")
-
-    def play(row: dict[str, Any]) -> list[Any]:
-        game, low, high = arena.guess(), 1, 20
-        results = [(game.reset(row), None, False)]
-        while not results[-1][2]:
-            guess = (low + high) // 2
-            results.append(game.step(f"[{guess}]"))
-            if not results[-1][2]:
-                higher = "higher" in results[-1][0]
-                low, high = (guess + 1, high) if higher else (low, guess - 1)
-        return results
-
-    games = [play({"seed": seed}) for seed in (1, 1, 2, 3, 4)]
-    assert games[0] == games[1]
-    assert len({len(game) for game in games}) > 1
-    assert {game[-1][1] for game in games} == {1.0}
+    game, low, high, is_done, text = arena.guess(), 1, 20, False, ""
+    game.reset({"seed": 1})
+    while not is_done:
+        guess = (low + high) // 2
+        text, reward, is_done = game.step(f"[{guess}]")
+        low, high = (guess + 1, high) if "higher" in text else (low, guess - 1)
+    assert reward == 1.0
     duel = arena.tic_tac_toe()
     assert "[0]" in duel.reset({"seed": 1})
-    after, _, _ = duel.step("[8]")
-    assert "O" in after
-    assert "X" in after
+    assert {"O", "X"} <= {*duel.step("[8]").observation}
 
 
 def test_reasoning_gym() -> None:

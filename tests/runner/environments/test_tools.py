@@ -47,10 +47,6 @@ def product(a: int, b: int) -> int:
     return a * b
 
 
-def undocumented(a):
-    return a
-
-
 def echo(text: str, times: int = 1) -> str:
     """Return the text.
 
@@ -106,25 +102,6 @@ class CounterEnv:
         return 1.0 if self.count == self.target else 0.0
 
     def _hidden(self) -> None: ...
-
-
-class Product(CounterEnv):
-    def product(self, a: int) -> int:
-        """Multiply by itself.
-
-        Args:
-            a: The number.
-        """
-        return a * a
-
-
-class Answering(CounterEnv):
-    def step(self, text: str) -> Answer:
-        return Answer(None, 1.0, True)
-
-
-class NoReset:
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -230,17 +207,16 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
 @pytest.mark.parametrize(
     ("kind", "tools", "key"),
     [
-        ("Answering", ["product"], r"^env\.tools"),
-        ("NoReset", [], r"^env\.kind"),
-        (None, ["product", "product"], r"^env\.tools"),
-        ("Product", ["product"], r"^env\.tools"),
-        (None, ["undocumented"], r"^env.*undocumented"),
-        (None, ["absent"], r"^env\.tools.*absent"),
+        ("talkers:Talker", [f"{HERE}:product"], r"^env\.tools"),
+        ("builtins:object", [], r"^env\.kind"),
+        (None, [f"{HERE}:product", f"{HERE}:product"], r"^env\.tools"),
+        (None, ["builtins:print"], r"^env.*print"),
+        (None, [f"{HERE}:absent"], r"^env\.tools.*absent"),
     ],
 )
 def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        make(kind=kind and f"{HERE}:{kind}", tools=[f"{HERE}:{tool}" for tool in tools])
+        make(kind=kind, tools=tools)
 
 
 PIECES = [

@@ -88,8 +88,8 @@ class Scripted:
         return Completion(ids, -torch.ones(n), reason, text, support=support, versions=versions)
 
 
-def config_of(kind: str, **env: Any) -> Config:
-    return make_config(env={"kind": kind if ":" in kind else f"talkers:{kind}", **env})
+def config_of(kind: str | None, **env: Any) -> Config:
+    return make_config(env={"kind": f"talkers:{kind}" if kind and ":" not in kind else kind, **env})
 
 
 def prompt_of(tokenizer: Any, **row: Any) -> Prompt:
@@ -99,7 +99,11 @@ def prompt_of(tokenizer: Any, **row: Any) -> Prompt:
 
 
 def run(
-    kind: str, script: Sequence[str] = SPOKEN, sampling: SamplingParams = SAMPLING, template: str = CHATML, **env: Any
+    kind: str | None,
+    script: Sequence[str] = SPOKEN,
+    sampling: SamplingParams = SAMPLING,
+    template: str = CHATML,
+    **env: Any,
 ) -> tuple[list[Completion], Scripted, EpisodeRunner]:
     tokenizer = chat_tokenizer(template)
     engine, runner = Scripted(tokenizer, script), EpisodeRunner(config_of(kind, **env), tokenizer)
@@ -309,10 +313,14 @@ class Half(talkers.Silent):
         return 0.5 if next(self.made) % 2 else None
 
 
-def test_the_reward_is_the_environments_or_a_rules() -> None:
+def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policys_tokens() -> None:
     overlong = {"overlong": {"cache_length": 8, "max_length": 16}}
-    paid = score(run("Talker")[0], reward=overlong).samples[0]
+    group = score(run("Talker")[0], reward=overlong)
+    paid, figures, n = group.samples[0], batch_metrics([group]), run("Talker")[0][0].length
     assert (paid.base_reward, paid.correct, paid.length_penalty) == (1.75, True, -0.5)  # of 12 tokens, not of 80
+    wanted = {"length": 12, "length_max": 12, "turns": 3, "environment_tokens": n - 12}
+    assert {name: figures[f"batch/{name}"] for name in wanted} == wanted
+    assert figures["batch/generation_prob"] == pytest.approx(np.exp(-1.0))
     ruled, wrong = score([run("Silent", ("x", "Answer: 7"))[0][0], run("Silent", ("Answer: 7", "x"))[0][0]]).samples
     assert (ruled.base_reward, ruled.verdict.extracted, wrong.base_reward) == (1.0, "7", -1.0)
     assert sorted(one.environment_reward for one in run(f"{__name__}:Half")[0]) == [0.0, 0.5]
@@ -346,37 +354,24 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
         assert sample.completion.environment is None
 
 
-class Wide:
-    """An environment in TRL's convention."""
+def wide(n: int) -> str:
+    """Return n letters.
 
-    def reset(self) -> None: ...
-
-    def wide(self, n: int) -> str:
-        """Return n letters.
-
-        Args:
-            n: Their number.
-        """
-        return "x" * n
+    Args:
+        n: Their number.
+    """
+    return "x" * n
 
 
 @pytest.mark.parametrize("n", [150, 300, MOST_CHARACTERS, MOST_CHARACTERS + 1])
 def test_the_length_of_a_result_that_the_policy_asks_for_fails_no_episode(n: int) -> None:
     script = [f'<tool_call>{{"name": "wide", "arguments": {{"n": {n}}}}}</tool_call>', "done"]
-    (one, _), _, runner = run(f"{__name__}:Wide", script, template=WITH_TOOLS)
+    (one, _), _, runner = run(None, script, template=WITH_TOOLS, tools=[f"{__name__}:wide"])
     counts = runner.take_counts()
     assert counts["failed"] == 0
     assert counts["tool_errors"] == (2 if n > MOST_CHARACTERS else 0)
     assert len(one.policy_turns) == (2 if n > MOST_CHARACTERS else 1)  # an error is short
     assert one.truncated == (n <= MOST_CHARACTERS)
-
-
-def test_metrics_count_what_the_policy_sampled() -> None:
-    completions = run("Talker")[0]
-    figures, n = batch_metrics([score(completions)]), completions[0].length
-    wanted = {"length": 12, "length_max": 12, "turns": 3, "environment_tokens": n - 12}
-    assert {name: figures[f"batch/{name}"] for name in wanted} == wanted
-    assert figures["batch/generation_prob"] == pytest.approx(torch.tensor(-1.0).exp().item())
 
 
 def episode_of(token_ids: torch.Tensor, ends: Sequence[int], rewards: Sequence[float], penalty: float = 0.0) -> Sample:
