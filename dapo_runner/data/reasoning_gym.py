@@ -33,8 +33,7 @@ def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Prob
         for task, size in zip(data.reasoning_gym, sizes, strict=True)
     ]
     context = () if data.system is None else (("system", data.system),)
-    train: list[Problem | None] = []
-    heldout: list[Problem | None] = []
+    train, heldout = list[Problem | None](), list[Problem | None]()
     for task, entries, n_first in zip(tasks, _generate_elsewhere(tasks), n_heldout, strict=True):
         problems = [
             entry and Problem(entry[0], entry[1], task["name"], context, {"task": json.dumps(task | {"index": index})})
@@ -54,18 +53,16 @@ def _shares(weights: list[float], total: int) -> list[int]:
 def _generate_elsewhere(tasks: list[dict[str, Any]]) -> list[list[tuple[str, str] | None]]:
     """Return the results of ``_generate`` from a process with a fixed hash seed. Raises ConfigError."""
     command, environment = (sys.executable, "-m", __name__), {**os.environ, "PYTHONHASHSEED": "0"}
-    requests = json.dumps(tasks)
-    found = subprocess.run(command, input=requests, capture_output=True, text=True, env=environment, check=False)
+    found = subprocess.run(command, input=json.dumps(tasks), capture_output=True, text=True, env=environment)
     if found.returncode != 0:
         lines = found.stderr.strip().splitlines() or [f"data.reasoning_gym: exit code {found.returncode}"]
         raise ConfigError(lines[-1])
-    problems: list[list[tuple[str, str] | None]] = json.loads(found.stdout)
-    return problems
+    return json.loads(found.stdout)
 
 
 def _generate(task: Any, size: int) -> list[tuple[str, str] | None]:
     """Return question and answer of each problem, None where generation fails."""
-    problems: list[tuple[str, str] | None] = []
+    problems = list[tuple[str, str] | None]()
     for index in range(size):
         try:
             entry = task[index]

@@ -227,13 +227,9 @@ class Run(TrainingRun):
         if not self.dataset.heldout:
             return
         with self.timed("evaluate"):
+            score, episodes = self.score.unshaped(), self.worker.episodes and self.worker.episodes.uncounted()
             worker = replace(
-                self.worker,
-                score=self.score.unshaped(),
-                tree=None,
-                episodes=self.worker.episodes and self.worker.episodes.uncounted(),
-                clock=StepClock(),
-                stop=StopRequest(),
+                self.worker, score=score, tree=None, episodes=episodes, clock=StepClock(), stop=StopRequest()
             )
             result = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
             metrics = self.world.broadcast_from_rank0(lambda: self._log_evaluation(step, result))

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar
-
-from dapo_runner.environments.environment import Message
+from typing import Any
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('role') }}{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NEVER = threading.Event()
 ROOM = ["rollout.max_response_tokens=60", "optimizer.token_budget=128", "sampler.filter_groups=false"]  # for turns
 
 
@@ -98,75 +93,3 @@ class Mortal(Digits):
         if Path("runs/small/checkpoints/step_000001").exists() and not Path("healed").exists():
             raise ValueError("no")
         return super().step(text)
-
-
-class Slow(Talker):
-    """Steps only when `going` is set, and logs what it does."""
-
-    log: ClassVar[list[str]] = []
-    made, going, closed = 0, threading.Event(), threading.Semaphore(0)
-
-    def __init__(self) -> None:
-        Slow.made += 1
-        self.number = Slow.made
-
-    def step(self, text: str) -> tuple[str, float | None, bool]:
-        self.log.append(f"step {self.number}")
-        self.going.wait(30)
-        self.log.append(f"stepped {self.number}")
-        return super().step(text)
-
-    def close(self) -> None:
-        self.log.append(f"closed {self.number}")
-        self.closed.release()
-
-
-class Counted(Talker):
-    """Resets in threes, and counts those at the same time."""
-
-    barrier, lock, now, most = threading.Barrier(3, timeout=30), threading.Lock(), 0, 0
-    counts: Any = MappingProxyType({"resets": 1})
-
-    def reset(self, row: Mapping[str, Any]) -> str | None:
-        with self.lock:
-            Counted.now += 1
-            Counted.most = max(Counted.most, Counted.now)
-        self.barrier.wait()
-        with self.lock:
-            Counted.now -= 1
-        return super().reset(row)
-
-
-class Miscounted(Talker):
-    counts: Any = MappingProxyType({"resets": "many"})
-
-
-WAYS: dict[int, Any] = {
-    3: ValueError("no"),
-    7: "hang",
-    11: {"messages": ["hello"]},
-    15: ("x" * 10**7, 0.0, False),
-    19: (None, 0.0, False),
-    23: ("", float("inf"), True),
-    27: ("hello", 0.0, "no"),
-    31: ((Message("user", 5),), 0.0, False),  # type: ignore[arg-type]
-    35: ((Message("nobody", "hello"),), 0.0, False),
-}
-
-
-class Failing(Talker):
-    """Every fourth episode fails, each in another way."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        Failing.made += 1
-        self.number = Failing.made
-
-    def step(self, text: str) -> tuple[str, float | None, bool]:
-        way = WAYS.get(self.number)
-        if isinstance(way, Exception):
-            raise way
-        if way == "hang":
-            NEVER.wait()
-        return super().step(text) if way is None else way

@@ -20,6 +20,7 @@ from dapo_runner.environments.template import TurnTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"properties": {}}}}]
 LISTED = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML
+NEVER = (False, False)
 TRL = importlib.util.find_spec("trl")
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m"  # docs/smollm2.md
 
@@ -36,6 +37,10 @@ def template_of(name: str) -> str:
         (LISTED, True, True),
         (CHATML, True, False),  # lists no tools
         (CHATML.replace("{{ m['content']", "{% if loop.last %}now: {% endif %}{{ m['content']"), False, False),
+        (
+            LISTED.replace("{{ m['content']", "{% if 2 < loop.index != loop.length %}old {% endif %}{{ m['content']"),
+            *NEVER,
+        ),
         ("qwen3", False, True),  # drops thoughts once the user has said more, not after a tool
         ("qwen3_training", True, True),
         ("qwen3_5_think", False, True),
@@ -108,4 +113,5 @@ def test_no_text_of_an_environment_is_a_special_token(chat: bool, real: bool, te
     )
     assert special == expected
     assert real or role not in ids
+    assert real or 2 * len(ids) >= len("".join(texts))  # nothing is left out
     assert tokenizer.eos_token_id not in template.open_episode([("user", "go")], texts[0])[: -len(plain)]

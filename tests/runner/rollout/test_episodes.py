@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from types import MappingProxyType
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
@@ -294,13 +295,41 @@ def test_an_engine_that_fails_closes_environments_once() -> None:
     assert Odd.closed.empty()
 
 
+class Gated(talkers.Talker):
+    """Waits in ``reset`` until the gate is open."""
+
+    gate, counts = threading.Event(), MappingProxyType({"resets": 1})
+
+    def reset(self, row: Any) -> str | None:
+        self.gate.wait(30)
+        return super().reset(row)
+
+
+class Counting(BatchCall):
+    """Keeps which threads were there before the first calls of environments and after, and opens their gate."""
+
+    threads: ClassVar[list[set[threading.Thread]]] = []
+
+    def is_ready(self, is_complete: bool) -> bool:
+        self.threads.append({*threading.enumerate()})
+        if len(self.threads) == 2:
+            Gated.gate.set()
+        return super().is_ready(is_complete)
+
+
 def test_calls_at_the_same_time_are_limited() -> None:
-    talkers.Counted.most = 0
-    _, engine, runner = run("Counted", sampling=replace(SAMPLING, n=12), concurrency=3)
-    assert talkers.Counted.most == 3
+    tokenizer = chat_tokenizer()
+    engine, runner = (
+        Scripted(tokenizer, SPOKEN),
+        EpisodeRunner(config_of(f"{__name__}:Gated", concurrency=3), tokenizer),
+    )
+    engine.open_call = lambda _, wake, n: wake() or Counting(engine.generate)
+    given = [prompt_of(tokenizer)], [replace(SAMPLING, n=12)], DEFAULT_OPTIONS
+    runner(engine, *given)
+    before, after, *_ = Counting.threads
+    assert len(after - before) == 3
     assert runner.take_counts()["resets"] == 12
-    again = [prompt_of(engine.tokenizer)], [replace(SAMPLING, n=3)], DEFAULT_OPTIONS
-    runner.uncounted()(engine, *again)
+    runner.uncounted()(engine, *given)
     assert not any(runner.take_counts().values())
 
 
