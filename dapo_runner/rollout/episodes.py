@@ -182,7 +182,8 @@ class _Call:
                 loop.call_soon_threadsafe(self.progress.set)
 
         with closing(self.engine.open_call(options, wake, len(episodes))) as self.asked:
-            finished = asyncio.gather(*(self._live(key, episode) for key, episode in enumerate(episodes)))
+            lives = (self._live(key, episode) for key, episode in enumerate(episodes))
+            finished = asyncio.gather(*lives, return_exceptions=True)
             finished.add_done_callback(lambda _: self.progress.set())
             while not finished.done():
                 if self.asked.is_ready(self.n_called == 0):
@@ -193,7 +194,8 @@ class _Call:
                 else:
                     await self.progress.wait()
                     self.progress.clear()
-            await finished
+            for error in filter(None, await finished):
+                raise error
 
     async def _live(self, key: int, episode: _Episode) -> None:
         try:

@@ -107,7 +107,6 @@ class Duel:
     """A game as textarena has them: it draws from Python's global random numbers. Whoever moves to 0 wins."""
 
     def reset(self, num_players: int, seed: int) -> None:
-        random.seed(seed)
         self.n, self.player, self.moves = num_players, 0, [random.random()]
 
     def get_observation(self) -> tuple[int, list[tuple[int, str, None]]]:
