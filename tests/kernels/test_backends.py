@@ -150,7 +150,9 @@ def in_parts(
 PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 5.0},
-    "far from zero": {"shift": 1e4},
+    "far": {"shift": 1e4},
+    "further": {"shift": 1e8, "size": 30.0},  # where a maximum in base 2 is no float
+    "very far": {"shift": 3e9, "size": 600.0},  # and where two of them differ by less than its rounding
     "peaked": {"size": 200.0},
     "bfloat16": {"dtype": torch.bfloat16},
     "impossible": {"impossible": slice(40, 90)},
@@ -181,6 +183,11 @@ def test_parts_are_the_whole(backend: str, device: str, cut: tuple[int, ...], ki
     rtol = 1e-5 if how["dtype"] == torch.float32 else 2**-7
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=rtol)
     assert not gradient[:, how["impossible"]].any()
+    if kind == "impossible":
+        request.target_ids[:] = 45
+        (known, *_), _ = in_parts(by, logits, request, cut, slopes)
+        assert torch.equal(known.logprobs, by.row_stats(logits.clone(), request).logprobs)
+        assert known.logprobs.isneginf().tolist() == live.tolist()
 
 
 @pytest.mark.parametrize("column", [3, 125])

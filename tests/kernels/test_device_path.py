@@ -91,13 +91,13 @@ def test_rows_of_the_buffer_start_aligned_in_memory_that_nobody_keeps() -> None:
     assert memory.kept_bytes() == 0
 
 
-def test_chunks_of_a_distillation_hold_the_logits_of_both_models() -> None:
-    seen: set[int] = set()
+def test_chunks_have_room_for_the_logits_of_both_models_and_for_a_softcaps_copy() -> None:
+    seen: list[int] = []
 
     class Rows(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.name().startswith("aten::mm"):
-                seen.add(args[0].shape[0])
+                seen.append(args[0].shape[0])
             return func(*args, **(kwargs or {}))
 
     policy, ref = (Head(torch.randn(40, 8), torch.randn(50, 8)) for _ in range(2))
@@ -105,7 +105,9 @@ def test_chunks_of_a_distillation_hold_the_logits_of_both_models() -> None:
     plan = Plan(10 * 50 * (4 + 4), None, None, "torch")
     with torch.no_grad(), Rows():
         distillation.linear_divergence.run(policy, ref, request, torch.ones(40), 0.5, Needs(*[False] * 5), plan)
-    assert seen == {10}
+        hidden.linear_stats.run(policy._replace(softcap=3.0), request, plan)
+        hidden.linear_stats.run(policy, request, plan)
+    assert seen == [10] * 8 + [10] * 4 + [20] * 2
 
 
 # --- which rows -------------------------------------------------------------------------------------------
@@ -284,9 +286,9 @@ def test_the_linear_path_does_not_wait(launches: Launches, head: str) -> None:
 
 def test_dw_is_summed_in_float32_and_one_chunk_writes_it_at_once(launches: Launches) -> None:
     with NoWaiting() as several:
-        run_linear(torch.bfloat16, three_chunks(torch.bfloat16))
+        run_linear(torch.bfloat16, Plan(2 * ROW_MULTIPLE * row_stride(V) * 2, False, None, "triton"))
     of_weight = [adds for to, of, adds in several.products if (to, of) == (torch.float32, torch.bfloat16)]
-    assert of_weight == [False, True, True] * 2 + [False, True, True, True, True]  # a divergence has twice the logits
+    assert of_weight == [False, True] * 2 + [False, True, True]  # a divergence has twice the logits
     with NoWaiting() as one:
         run_linear(torch.bfloat16, Plan(None, False, None, "triton"))
     assert set(one.products) == {(torch.bfloat16, torch.bfloat16, False)}

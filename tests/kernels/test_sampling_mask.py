@@ -377,6 +377,7 @@ def test_what_a_chunk_leaves_out_does_not_pile_up(rows: slice | Tensor) -> None:
     request = RowRequest(case.target_ids, live, 1.0, TEMPERATURE, True, False, live, ids, of)
     by, logits = registry.backend("torch"), case.leaves["logits"]
     slopes = Slopes(torch.ones(T), torch.ones(T))
+    logits[9], slopes.logprobs[9], slopes.entropy[9] = torch.nan, 0.0, 0.0  # type: ignore[index]
     truth = KeptTokens(by, request).row_stats(logits, request)
     with device_path(), CountAdditions() as counted:
         chunk = request.at(rows)
@@ -384,8 +385,9 @@ def test_what_a_chunk_leaves_out_does_not_pile_up(rows: slice | Tensor) -> None:
         gradient = torch.empty_like(logits[rows])
         KeptTokens(by, chunk).row_grad(gradient, logits[rows].clone(), chunk, stats, slopes.at(rows))
     assert longest <= counted.most <= longest + spread
-    torch.testing.assert_close(stats.logprobs, truth.logprobs[rows])
-    assert torch.equal(gradient != 0, kept[rows] & (gradient != 0))
+    torch.testing.assert_close(stats.logprobs, truth.logprobs[rows], equal_nan=True)
+    assert bool(gradient.isfinite().all())
+    assert not gradient[~kept[rows]].any()
 
 
 def test_ids_of_other_ranks_do_not_pile_up() -> None:
