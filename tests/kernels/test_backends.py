@@ -152,7 +152,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0},
     "far": {"shift": 1e4},
     "further": {"shift": 1e8, "size": 30.0},  # where a maximum in base 2 is no float
-    "very far": {"shift": 3e9, "size": 600.0},  # and where two of them differ by less than its rounding
+    "very far": {"shift": 3e9, "size": 100.0},  # and where two of them differ by less than its rounding
     "peaked": {"size": 200.0},
     "bfloat16": {"dtype": torch.bfloat16},
     "impossible": {"impossible": slice(40, 90)},
