@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import CharTokenizer, make_completion, make_config
+from builders import CharTokenizer, make_completion, make_config, make_prompt
 from refusals import refused
 from small import write_recipe
 
@@ -59,7 +60,9 @@ def test_problems_are_the_same_in_every_process_by_weight_and_all_counted(monkey
 
 @pytest.fixture(scope="module")
 def prompt() -> Prompt:
-    return load({"name": "countdown"}, limit=2, eval_size=1).train[0]
+    task = {"name": "countdown", "config": {"seed": 0, "size": 1}, "index": 0}
+    entry = reasoning_gym.create_dataset(task["name"], **task["config"])[0]
+    return replace(make_prompt(answer=entry["answer"]), row={"task": json.dumps(task)})
 
 
 def test_scores_are_those_of_reasoning_gym(prompt: Prompt) -> None:

@@ -353,16 +353,16 @@ def short(prompts, completions, rows):
 """
 
 
-def fragile_config(folder: Path, name: str, **sampler: object) -> Config:
+def fragile_config(model: Path, folder: Path, name: str) -> Config:
     recipe = small_recipe(output_dir=str(folder), name=name, steps=3, save_every=0, eval_every=2)
     recipe["reward"] |= {"calls": {"retries": 0}}
     recipe["reward"]["parts"] = [{"use": "dapo"}, {"use": "fragile:judge"}, {"use": "fragile:short", "weight": 0.5}]
-    recipe["sampler"] |= sampler
+    recipe["model"] = {"path": str(model), "dtype": "float32"}
     return parse_config(recipe)
 
 
 def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It used to lose every step since the last checkpoint; here there is none but the one that the failure makes."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -374,11 +374,11 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
         def step(self, *_: object) -> None:
             begins.append(module.calls + 1)
 
-    whole = train(fragile_config(tmp_path, "whole"), Watch())
+    whole = train(fragile_config(model_folder, tmp_path, "whole"), Watch())
     heldout = 10 * 2  # problems, samples of each; step 2 is evaluated before step 3 begins
     for number, saved in ((heldout + 2, []), (begins[1] + 3, [2]), (begins[1] + heldout + 1, [2])):
         module.calls, module.bomb = 0, number
-        config = fragile_config(tmp_path, f"broken_{number}")
+        config = fragile_config(model_folder, tmp_path, f"broken_{number}")
         with pytest.raises(RewardError) as caught:
             train(config, Progress())
         assert "fragile:judge" in str(caught.value)

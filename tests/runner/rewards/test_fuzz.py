@@ -72,7 +72,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=12,
 ).map(json.dumps)
-EXAMPLES = {"code": 10, "math": 25, "reasoning_gym": 10, "judge": 60}  # a process or a request for each text
+EXAMPLES = {
+    "code": 10,
+    "math": 20,
+    "reasoning_gym": 8,
+    "judge": 40,
+    "votes": 20,
+}  # a process or a request for each text
 STRINGS = ("dapo", "gsm8k", "integer", "choice", "exact", "fuzzy")  # rules that judge in this process
 BOUNDS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -120,7 +126,7 @@ def judge(rule: str, text: str, sections: dict[str, dict[str, Any]], answer: str
 
 @pytest.mark.parametrize("rule", [*RULES, "votes"])
 def test_no_answer_ends_a_run(rule: str, sections: dict[str, dict[str, Any]]) -> None:
-    @settings(max_examples=EXAMPLES.get(rule, 100), suppress_health_check=BOUNDS, derandomize=True, database=None)
+    @settings(max_examples=EXAMPLES.get(rule, 80), suppress_health_check=BOUNDS, derandomize=True, database=None)
     @given(TEXTS | JSON)
     @example("")
     @example('{"price": 1e999}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 import pytest
 from builders import make_completion, make_config, make_prompt
@@ -10,14 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from dapo_runner.rewards.reward import Reward
 from dapo_runner.rewards.rules import canonical_number, length_penalty, normalise
 from dapo_runner.rewards.scoring import Scorer, load_reward, unmatchable_answers
 from dapo_runner.types import Prompt, Verdict
 
 
+@cache
+def rule_of(kind: str) -> Reward:
+    return load_reward(make_config(reward={"kind": kind}).reward, kind)
+
+
 def judge(kind: str, text: str, answer: str) -> Verdict:
-    rule = load_reward(make_config(reward={"kind": kind}).reward, kind)
-    (verdict,) = rule.judge_texts([text], [answer])
+    (verdict,) = rule_of(kind).judge_texts([text], [answer])
     return verdict
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import CONTEXT
 from refusals import refused
 
 from dapo_runner.rewards import workers
@@ -368,7 +368,7 @@ def judge_forever() -> None:
 
 def test_a_program_ends_when_the_run_is_killed() -> None:
     """`kill -9`: nobody is left to kill what the run had started."""
-    run = CONTEXT.Process(target=judge_forever)
+    run = multiprocessing.get_context("fork").Process(target=judge_forever)
     run.start()
     wait_until(lambda: confined_sessions(run.pid) != [])
     sessions = confined_sessions(run.pid)
