@@ -366,6 +366,7 @@ def judge_forever() -> None:
     CodeRule(2, 600.0, 1024).judge_texts(["import time\ntime.sleep(600)"], ["pass"])
 
 
+@pytest.mark.usefixtures("judge")
 def test_a_program_ends_when_the_run_is_killed() -> None:
     """`kill -9`: nobody is left to kill what the run had started."""
     run = multiprocessing.get_context("fork").Process(target=judge_forever)
