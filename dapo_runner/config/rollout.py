@@ -163,7 +163,7 @@ class CorrectionConfig(Section):
 class ProbeConfig(Section):
     """After each sync, compare the log-probs of engine and learner on responses to a few training prompts."""
 
-    enabled: bool = True  # run the probe
+    enabled: bool = True  # compare engine and trainer on a few prompts after each weight transfer
     # limit of the mean |Δ log-prob|; null: 0.001 in float32, 0.2 in bfloat16, and ten times the run's first values
     bound: PositiveFloat | None = None
 
@@ -186,7 +186,7 @@ class RolloutConfig(SamplingConfig):
     correction: CorrectionConfig = CorrectionConfig()
     max_mismatch_kl: PositiveFloat | None = None  # limit of train/rollout_k3, KL(engine‖trainer) of a step; null: none
     on_mismatch: Literal["warn", "error"] = "warn"  # above the limit: print a warning, or save the step and stop
-    group_size: PositiveInt = 16  # responses per prompt; 1 if no setting compares the responses of a group
+    group_size: PositiveInt = 16  # responses per prompt; 1 is allowed if no setting compares responses
     temperature: PositiveFloat = 1.0
     # with top_p, top_k, min_p: compute the learner's log-probs over the kept tokens; otherwise the ratio is biased
     sampling_mask: bool = False

@@ -134,7 +134,7 @@ class AdvantageConfig(Section):
     }
 
     # group_std, group_mean, batch_std, batch_mean, batch_whitened, leave_one_out; per token gae, returns,
-    # group_returns; or module:function. Formulas and papers: dapo_runner.algorithms.advantage.
+    # group_returns; or module:function. Formulas and papers: dapo_runner/algorithms/advantage.py
     kind: str = "group_std"
     gamma: Share = 1.0  # discount per token; formulas: dapo_runner.algorithms.returns
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # λ of gae
@@ -208,8 +208,8 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6  # peak learning rate
     warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: dapo_runner.algorithms.weights
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at run.steps
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # course after the warm-up
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at the end
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
     eps: PositiveFloat = 1e-8  # ε of AdamW
