@@ -69,6 +69,15 @@ def test_what_is_no_number_in_a_live_row_is_seen(backend: str, entry: str, spoil
         assert bool(grads["logits"][3].isnan().any())
 
 
+@pytest.mark.parametrize("entry", ["logits", "inplace"])
+def test_a_nan_of_any_bits_reaches_every_logit(backend: str, entry: str) -> None:
+    """Rounding to bfloat16 by integer arithmetic turns a NaN whose bits are all ones into -0."""
+    for dtype in dtypes_of(backend):
+        case = logits_case(vocab=67, lengths=(2,), dtype=dtype, seed=86, dead=0.0)
+        case.advantages[1] = torch.tensor([-1], dtype=torch.int32).view(torch.float32)[0]
+        assert bool(call(entry, case, "dapo")[1]["logits"][1].isnan().all())
+
+
 @pytest.mark.parametrize("at", [0, 15, 16, 63, 64, 66])
 def test_nan_is_found_at_every_position(backend: str, at: int) -> None:
     """SIMD maximum instructions drop a NaN operand by position: each lane and the tail must pass it on."""
