@@ -1,123 +1,68 @@
-"""Advantages against the formula worked by hand, and the records made from groups."""
+"""Advantages of responses, turns and segments against their formulas, and the training records made of them."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
+from typing import Any
 
+import oracle
 import pytest
 import torch
 from builders import make_group, make_prompt, make_sample
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from dapo_runner.algorithms.advantage import ADVANTAGES, make_sequences
 from dapo_runner.config import AdvantageConfig
 from dapo_runner.config.training import BY_RESPONSE, BY_TOKEN
-from dapo_runner.types import Group
+from dapo_runner.types import Completion, Group, Sample, Turn
+
+GROUPS = st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def advantages_of(group: Group, **values: float | str) -> list[float]:
-    sequences = make_sequences([group], AdvantageConfig.model_validate(values))
-    return [float(sequence.advantages[-1]) for sequence in sequences]
+def rewarded(reward: float, length: int = 4, **values: Any) -> Sample:
+    return replace(make_sample(reward > 0, length=length), base_reward=reward, **values)
 
 
-def test_group_std_is_the_papers() -> None:
-    """Rewards 1, 1, 1, −1: mean ½, unbiased std 1."""
-    assert advantages_of(make_group("RRRW")) == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-5)
+def group_of(rewards: list[float]) -> Group:
+    return Group(make_prompt(), tuple(map(rewarded, rewards)))
 
 
-def test_group_mean_leaves_the_scale() -> None:
-    assert advantages_of(make_group("RRRW"), kind="group_mean") == [0.5, 0.5, 0.5, -1.5]
-    assert advantages_of(make_group("RW"), kind="group_mean") == [1.0, -1.0]
+@settings(max_examples=40)
+@given(GROUPS, st.sampled_from(sorted(ADVANTAGES)))
+def test_each_kind_is_its_formula(rewards: list[list[float]], kind: str) -> None:
+    """Also of a single sample, which has no spread."""
+    sequences = make_sequences(map(group_of, rewards), AdvantageConfig(kind=kind))
+    found = [s.advantages[-1].item() if s.reward is None else s.reward for s in sequences]
+    expected = [value for group in oracle.advantages_of(kind, rewards) for value in group]
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert all((sequence.reward is not None) == (kind in BY_TOKEN) for sequence in sequences)
+    assert kind in BY_RESPONSE or not any(sequence.advantages.any() for sequence in sequences)
 
 
-def step_of(*patterns: str, kind: str) -> list[list[float]]:
-    groups = [make_group(pattern, str(index)) for index, pattern in enumerate(patterns)]
-    sequences = make_sequences(groups, AdvantageConfig.model_validate({"kind": kind}))
-    return [[float(s.advantages[-1]) for s in sequences if s.group_id == index] for index in range(len(groups))]
-
-
-def test_batch_std_takes_the_scale_from_the_whole_step() -> None:
-    """Rewards 1, −1 and 1, 1: group means 0 and 1; over all four, mean ½ and unbiased std 1."""
-    assert step_of("RW", "RR", kind="batch_std") == [pytest.approx([1.0, -1.0], abs=1e-5), [0.0, 0.0]]
-    # Mean 0 and unbiased std √(8/7) over the eight.
-    scale = math.sqrt(8 / 7)
-    first, second = step_of("RRRW", "WWWR", kind="batch_std")
-    assert first == pytest.approx([0.5 / scale] * 3 + [-1.5 / scale], abs=1e-5)
-    assert second == pytest.approx([-0.5 / scale] * 3 + [1.5 / scale], abs=1e-5)
-
-
-def test_batch_whitened_knows_no_groups() -> None:
-    first, second = step_of("RW", "RR", kind="batch_whitened")
-    assert first + second == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-5)
-    first, second = step_of("RW", "RRR", kind="batch_mean")  # rewards whose mean is 0.6
-    assert first + second == pytest.approx([0.4, -1.6, 0.4, 0.4, 0.4])
-
-
-def test_leave_one_out_is_the_reward_less_the_mean_of_the_others() -> None:
-    (group,) = step_of("RRWR", kind="leave_one_out")
-    rewards = [1.0, 1.0, -1.0, 1.0]
-    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
-    assert group == pytest.approx(expected)
-
-
-def test_every_kind_of_the_configuration_has_its_formula() -> None:
+def test_every_kind_of_the_configuration_has_a_formula() -> None:
     assert set(ADVANTAGES) == {*BY_RESPONSE, *BY_TOKEN}
-    for kind in ADVANTAGES:
-        assert make_sequences([], AdvantageConfig.model_validate({"kind": kind})) == []
+    assert make_sequences([], AdvantageConfig()) == []
 
 
-@given(
-    rewards=st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=6), min_size=1, max_size=5),
-    kind=st.sampled_from(sorted(ADVANTAGES.keys() - set(BY_TOKEN))),
-)
-def test_advantages_are_finite_centred_and_keep_the_order_of_rewards(rewards: list[list[float]], kind: str) -> None:
-    groups = [torch.tensor(group, dtype=torch.float64) for group in rewards]
-    batch = torch.cat(groups)
-    values = [ADVANTAGES[kind](group, batch) for group in groups]
-    assert all(bool(torch.isfinite(value).all()) for value in values)
-    assert abs(float(torch.cat(values).sum())) < 1e-3  # 1e-16 of rounding over eps, at the worst
-    for group, value in zip(groups, values, strict=True):
-        order = group.argsort()
-        assert bool((value[order].diff() >= -1e-12).all())
+@pytest.mark.parametrize("reward", [0.0, -1.3, -4 / 3])
+def test_equal_rewards_give_nothing(reward: float) -> None:
+    """Whose mean in float32 would leave a residue larger than the ε beside the spread."""
+    sequences = make_sequences([group_of([reward] * 7)], AdvantageConfig())
+    assert max(float(sequence.advantages.abs().max()) for sequence in sequences) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("kind", "rewards"), [("gae", [1.0, -1.0]), ("returns", [1.0, -1.0]), ("group_returns", [1.0, -1.0])]
-)
-def test_per_token_it_is_what_the_last_token_earns(kind: str, rewards: list[float]) -> None:
-    sequences = make_sequences([make_group("RW"), make_group("RR")], AdvantageConfig.model_validate({"kind": kind}))
-    assert [sequence.reward for sequence in sequences] == rewards + (
-        [0.0] * 2 if kind == "group_returns" else [1.0] * 2
-    )
-    assert not any(sequence.advantages.any() for sequence in sequences)
-    assert all(sequence.reward is None for sequence in make_sequences([make_group("RW")], AdvantageConfig()))
-
-
-def test_length_penalty_is_part_of_the_reward() -> None:
-    group = Group(make_prompt(), (make_sample(True), make_sample(True, penalty=-0.5)))
-    assert advantages_of(group, kind="group_mean") == [0.25, -0.25]
-
-
-@pytest.mark.parametrize("penalty", [0.0, -0.3, -1 / 3])
-def test_equal_rewards_give_nothing(penalty: float) -> None:
-    group = Group(make_prompt(), tuple(make_sample(False, penalty=penalty) for _ in range(7)))
-    assert max(map(abs, advantages_of(group))) < 1e-9
-
-
-def test_filtered_samples_count_in_the_group_but_do_not_train() -> None:
-    samples = (make_sample(True), make_sample(False), make_sample(False, truncated=True, trains=False))
-    sequences = make_sequences([Group(make_prompt(), samples)], AdvantageConfig())
+def test_a_sample_that_does_not_train_still_counts_and_a_length_penalty_is_reward() -> None:
+    samples = (rewarded(1.0), rewarded(0.5, length_penalty=-0.5), rewarded(-1.0, trains=False))
+    sequences = make_sequences([Group(make_prompt(), samples)], AdvantageConfig(kind="group_mean"))
+    assert [sequence.advantages[-1] for sequence in sequences] == [1.0, 0.0, -1.0]
     assert [bool(sequence.mask.any()) for sequence in sequences] == [True, True, False]
-    third, scale = 1 / 3, math.sqrt(4 / 3)
-    expected = [(1 + third) / scale, (-1 + third) / scale, (-1 + third) / scale]
-    assert [float(s.advantages[-1]) for s in sequences] == pytest.approx(expected, abs=1e-5)
 
 
-def test_sequences_line_up_with_their_tokens() -> None:
-    sequences = make_sequences([make_group("RW"), make_group("WR")], AdvantageConfig())
-    assert [sequence.group_id for sequence in sequences] == [0, 0, 1, 1]
-    first = sequences[0]
+def test_a_record_lines_up_with_its_tokens() -> None:
+    first, *_, last = make_sequences([make_group("RW"), replace(make_group("WR"), step=3)], AdvantageConfig(), step=5)
+    assert (first.group_id, first.age, last.group_id, last.age) == (0, 5, 1, 2)
     assert first.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 13]
     assert first.mask.tolist() == [False] * 3 + [True] * 4
     assert first.rollout_logprobs.tolist() == [0, 0, 0, -0.125, -0.25, -0.375, -0.5]
@@ -126,6 +71,92 @@ def test_sequences_line_up_with_their_tokens() -> None:
     assert (first.token_ids.dtype, first.advantages.dtype) == (torch.int64, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["batch_whitened", "batch_std", "group_std"])
-def test_one_sample_has_no_spread(kind: str) -> None:
-    assert step_of("R", kind=kind) == [[0.0]]
+def episode(rewards: list[float | None], reward: float) -> Sample:
+    """Turns of one, two, … tokens of the policy's, each followed by two of the environment's, which has no log-prob."""
+    turns, place = list[Turn](), 0
+    for n, earned in enumerate(rewards, start=1):
+        turns.append(Turn("assistant", place, place + n, "", reward=earned))
+        turns.append(Turn("environment", place + n, place + n + 2, ""))
+        place += n + 2
+    own = torch.zeros(place, dtype=torch.bool)
+    for turn in turns[::2]:
+        own[turn.start : turn.end] = True
+    logprobs = torch.where(own, -0.5, torch.nan)
+    completion = Completion(torch.arange(place), logprobs, "stop", "", loss_mask=own, turns=tuple(turns))
+    return rewarded(reward, completion=completion)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.lists(st.floats(-2, 2) | st.none(), min_size=1, max_size=3), st.floats(-2, 2)),
+            min_size=1,
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(BY_RESPONSE),
+    st.sampled_from([0.5, 1.0]),
+)
+def test_turns_are_compared_with_the_same_turn_of_others(groups: Any, kind: str, gamma: float) -> None:
+    """G_k = r_k + γ·G_{k+1}; the last turn also earns what of the reward the environment did not give."""
+    made = [Group(make_prompt(), tuple(episode(*one) for one in group)) for group in groups]
+    returns: list[list[list[float]]] = []
+    for group in groups:
+        returns.append([])
+        for given_rewards, total in group:
+            earned = [reward or 0.0 for reward in given_rewards]
+            earned[-1] += total - sum(earned)
+            n = len(earned)
+            returns[-1].append([sum(earned[j] * gamma ** (j - k) for j in range(k, n)) for k in range(n)])
+    expected: dict[tuple[int, int, int], float] = {}
+    for k in range(3):
+        reached = [[(g, i) for i, one in enumerate(group) if k < len(one)] for g, group in enumerate(returns)]
+        rewards = [[returns[g][i][k] for g, i in places] for places in reached]
+        for places, values in zip(reached, oracle.advantages_of(kind, rewards), strict=True):
+            expected |= {(*place, k): value for place, value in zip(places, values, strict=True)}
+    sequences = iter(make_sequences(made, AdvantageConfig(kind=kind, turn_gamma=gamma)))
+    for g, group in enumerate(returns):
+        for i, one in enumerate(group):
+            sequence = next(sequences)
+            tokens = [expected[g, i, k] for k in range(len(one)) for _ in range(k + 1)]
+            assert sequence.advantages[sequence.mask].tolist() == pytest.approx(tokens, rel=1e-4, abs=1e-5)
+            assert sequence.rollout_logprobs.isfinite().all()
+
+
+def one_each(groups: list[Group]) -> list[list[float]]:
+    return [[1.0 + index for index, _ in enumerate(group.samples)] for group in groups]
+
+
+def of_tokens(groups: list[Group]) -> list[list[torch.Tensor]]:
+    return [[torch.arange(sample.completion.length) for sample in group.samples] for group in groups]
+
+
+def one_too_few(groups: list[Group]) -> list[list[float]]:
+    return [[0.0] * (len(group.samples) - 1) for group in groups]
+
+
+def of_another_length(groups: list[Group]) -> list[list[list[float]]]:
+    return [[[0.0, 1.0] for _ in group.samples] for group in groups]
+
+
+def not_finite(groups: list[Group]) -> list[list[float]]:
+    return [[float("nan") for _ in group.samples] for group in groups]
+
+
+def test_a_function_of_the_users_own() -> None:
+    """It gives an advantage to each response or to each token; anything else is refused."""
+    group = make_group("RW")
+    first, second = make_sequences([group], AdvantageConfig(kind=f"{__name__}:one_each"))
+    assert (first.advantages[3:].tolist(), second.advantages[3:].tolist()) == ([1.0] * 4, [2.0] * 4)
+    assert make_sequences([group], AdvantageConfig(kind=f"{__name__}:of_tokens"))[0].advantages[3:].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    for function in (one_too_few, of_another_length, not_finite):
+        with refused("advantage.kind"):
+            make_sequences([group], AdvantageConfig(kind=f"{__name__}:{function.__name__}"))

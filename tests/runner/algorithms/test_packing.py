@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 import torch
 from builders import make_sequence
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack
-from dapo_runner.types import PackedBatch, Sequence
+from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack, pack_shares
+from dapo_runner.types import PackedBatch, Sequence, TruncatedSupport
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)).filter(lambda pair: sum(pair) > 0), max_size=30)
 
@@ -49,6 +49,7 @@ def test_two_sequences_by_hand() -> None:
     )
 
 
+@settings(max_examples=50)
 @given(lengths=LENGTHS, budget=st.integers(14, 60))
 def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tuple[int, int]], budget: int) -> None:
     sequences = sequences_of(lengths)
@@ -74,6 +75,7 @@ def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tup
     assert count_training_tokens(sequences) == len(expected)
 
 
+@settings(max_examples=50)
 @given(lengths=st.dictionaries(st.integers(0, 200), st.integers(1, 50), max_size=60), budget=st.integers(50, 120))
 def test_bins_hold_everything_and_no_two_would_merge(lengths: dict[int, int], budget: int) -> None:
     bins = assign_bins(lengths, budget)
@@ -84,19 +86,9 @@ def test_bins_hold_everything_and_no_two_would_merge(lengths: dict[int, int], bu
         assert fill[0] + fill[1] > budget
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_fill_on_the_lengths_of_reasoning(seed: int) -> None:
-    """512 log-normal lengths, median 1100, cut at the paper's 20480, into 22528 positions."""
-    rng = random.Random(seed)
-    lengths = {i: min(20480, 1 + int(rng.lognormvariate(7.0, 1.0))) for i in range(512)}
-    bins = assign_bins(lengths, 22528)
-    assert sum(lengths.values()) / (22528 * len(bins)) >= 0.95
-
-
-@pytest.mark.parametrize("median", [500, 2000])
-@pytest.mark.parametrize("sigma", [0.6, 1.2])
-def test_fill_while_responses_grow(median: int, sigma: float) -> None:
-    """From the short answers of the beginning to the long tails of the end, prompts of up to 300 tokens included."""
+@pytest.mark.parametrize(("median", "sigma"), [(500, 0.6), (1100, 1.0), (2000, 1.2)])
+def test_micro_batches_are_filled_while_responses_grow(median: int, sigma: float) -> None:
+    """512 log-normal lengths, cut at the paper's 20480, with prompts of up to 300 tokens, into 22528 positions."""
     rng = random.Random(1)
     lengths = {
         i: rng.randint(50, 300) + min(20480, 1 + int(rng.lognormvariate(math.log(median), sigma))) for i in range(512)
@@ -122,7 +114,49 @@ def test_too_long_is_an_error() -> None:
         pack([make_sequence(3, 9)], 10)
 
 
-def test_packing_is_the_same_every_time() -> None:
-    sequences = sequences_of([(2, i % 7 + 1) for i in range(40)])
-    one, two = pack(sequences, 30), pack(sequences, 30)
-    assert [batch.sequence_ids.tolist() for batch in one] == [batch.sequence_ids.tolist() for batch in two]
+@settings(max_examples=50)
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), multiple=st.integers(1, 4), together=st.integers(1, 2), data=st.data())
+def test_shares_of_ranks(
+    lengths: list[tuple[int, int]], ranks: int, multiple: int, together: int, data: st.DataObject
+) -> None:
+    """As many micro-batches on every rank; neighbours stay together and ages apart; padding trains nothing."""
+    sequences = sequences_of(lengths)[: len(lengths) // together * together]
+    ages = data.draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences)))
+    sequences = [replace(item, age=ages[index // together]) for index, item in enumerate(sequences)]
+    shares = pack_shares(sequences, 60, ranks=ranks, multiple=multiple, together=together, first_id=7)
+    assert len(shares) == ranks
+    assert len({len(share) for share in shares}) == 1
+    units: list[list[int]] = []
+    for batch in (batch for share in shares for batch in share):
+        assert batch.n_positions % multiple == 0
+        assert batch.n_positions < 60 + multiple
+        own = [
+            index - 7
+            for index, group in zip(batch.sequence_ids.tolist(), batch.group_ids.tolist(), strict=True)
+            if group >= 0
+        ]
+        assert len({sequences[index].age > 0 for index in own}) <= 1
+        units += [own[start : start + together] for start in range(0, len(own), together)]
+        padding = batch.sequence_ids == 7 + len(sequences)
+        assert batch.group_ids[padding].tolist() == [-1] * int(padding.sum())
+        assert int(batch.mask.sum()) == count_training_tokens([sequences[index] for index in own])
+    every = [list(range(start, start + together)) for start in range(0, len(sequences), together)]
+    assert sorted(units) == [unit for unit in every if count_training_tokens([sequences[index] for index in unit])]
+
+
+def test_optional_tensors_are_padded() -> None:
+    """Rewards, supports and experts of sequences that have them; 0 for padding, an empty list the whole vocabulary."""
+    support = TruncatedSupport(torch.tensor([5, 6, 9], dtype=torch.int32), torch.tensor([0, 2, 1], dtype=torch.int32))
+    experts = torch.arange(4, dtype=torch.uint8).view(2, 2)
+    full = replace(make_sequence(1, 2), reward=0.5, support=support, experts=experts)
+    plain = make_sequence(1, 2, first_token=10)
+    (batch,) = pack([full, plain], 100, multiple=3)
+    assert batch.rewards is not None
+    assert batch.support_ids is not None
+    assert batch.support_counts is not None
+    assert batch.rewards.tolist() == [0.5, 0.0, 0.0]
+    assert (batch.support_ids.tolist(), batch.support_counts.tolist()) == ([5, 6, 9], [2, 1, 0, 0, 0, 0])
+    (alone,) = pack([full], 100, multiple=3)
+    assert alone.experts is not None
+    assert alone.experts.tolist() == [[0, 1], [2, 3], [0, 0]]
+    assert alone.cu_seqlens.tolist() == [0, 2, 3]

@@ -1,0 +1,217 @@
+"""Advantages of single tokens, and the critic that gives them values, against their papers in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from builders import random_sequences
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learners import assert_same_gradients, changed, learner_of, update, weights_of
+from torch import Tensor
+
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
+from dapo_runner.algorithms.returns import BLOCK, discounted_sums, gae, moments, whiten
+from dapo_runner.types import Sequence
+
+GAE = {"advantage": {"kind": "gae", "gamma": 0.95, "lam": 0.9}, "critic": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    **{
+        f"returns, {estimator}": {
+            "advantage": {"kind": "returns", "gamma": 0.9},
+            "reward": {"kl": {"coef": 0.1, "estimator": estimator}},
+        }
+        for estimator in ("k1", "k2", "k3")
+    },
+    "group_returns": {"advantage": {"kind": "group_returns"}},
+    "gae": {**GAE, "reward": {"kl": {"coef": 0.1, "estimator": "k3"}}},
+    "shared trunk": {**GAE, "critic": {"share_trunk": True}},
+}
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 3) | st.integers(BLOCK - 1, BLOCK + 1) | st.integers(1, 5000), min_size=1, max_size=6),
+    st.sampled_from([0.0, 1e-3, 0.5, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.9, 1.0]),
+)
+def test_returns_and_advantages_of_sequences(lengths: list[int], gamma: float, lam: float) -> None:
+    """Around the blocks that are summed at once, and the blocks of those."""
+    rewards, values = torch.randn(2, sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parts = list(zip(rewards.split(lengths), values.split(lengths), strict=True))
+    expected = torch.cat([oracle.discounted(reward, gamma) for reward, _ in parts])
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        found = discounted_sums(rewards.to(dtype), torch.tensor(lengths), gamma)
+        assert found.dtype == dtype
+        assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
+    advantages, returns = gae(rewards, values, torch.tensor(lengths), gamma, lam)
+    exact = torch.cat([oracle.generalized(reward, value, gamma, lam) for reward, value in parts])
+    torch.testing.assert_close(advantages, exact)
+    torch.testing.assert_close(returns, exact + values)
+
+
+def test_whitened_values() -> None:
+    """Mean 3 and unbiased variance 7; equal values give nothing, nor do none."""
+    values = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    torch.testing.assert_close(whiten(values), (values - 3) / (7.0**0.5 + 1e-6))
+    assert moments(values) == (3.0, 7.0)
+    assert whiten(torch.full((4,), 0.7, dtype=torch.float64)).abs().max() == 0
+    nothing, none = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    assert [x.numel() for x in gae(nothing, nothing, none, 1.0, 0.95)] == [0, 0]
+    assert moments(nothing) == (0.0, 0.0)
+
+
+def earning() -> list[Sequence]:
+    """A reward for each response, every other one of which is a step old."""
+    return [
+        replace(sequence, advantages=torch.zeros_like(sequence.advantages), reward=n % 3 - 0.7, age=n % 2)
+        for n, sequence in enumerate(random_sequences(14))
+    ]
+
+
+def by_sequence(minis: list[MiniBatch], name: str) -> dict[int, Tensor]:
+    """What the micro-batches of a step hold under a name: of each sequence that trains, its training tokens."""
+    found = {}
+    for batch in (batch for mini in minis for batch in mini.micro_batches):
+        parts = zip(getattr(batch, name).split(batch.lengths), batch.mask.split(batch.lengths), strict=True)
+        found |= {
+            index: part[mask].double() for index, (part, mask) in zip(batch.sequence_ids.tolist(), parts, strict=True)
+        }
+    return found
+
+
+def spelled_out(learner: Learner, sequences: list[Sequence]) -> tuple[dict[int, Tensor], dict[int, Tensor], dict]:
+    """Advantages before they are whitened, returns, and the metrics of the step."""
+    settings, kl, critic = learner.config.advantage, learner.config.reward.kl, learner.critic
+    model, exact_critic = oracle.copy_of(learner.policy), critic and oracle.copy_of(critic.model)
+    reference = learner.reference and oracle.copy_of(learner.reference)
+    advantages, returns, penalties = {}, {}, []
+    for index, sequence in enumerate(sequences):
+        if not sequence.mask.any():
+            continue
+        with torch.no_grad():
+            own = oracle.logprobs_of(model, sequence)
+            values = own * 0 if critic is None else oracle.values_of(exact_critic, sequence)
+            d = own * 0 if kl is None else oracle.logprobs_of(reference, sequence) - own
+        rewards = torch.zeros_like(own)
+        rewards[-1] = sequence.reward
+        if kl is not None:
+            penalty = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - d - 1}[kl.estimator]
+            rewards -= kl.coef * penalty
+            penalties += penalty.tolist()
+        lam = 1.0 if critic is None else settings.lam
+        advantages[index] = oracle.generalized(rewards, values, settings.gamma, lam)
+        returns[index] = advantages[index] + values
+    every = torch.cat(list(returns.values()))
+    metrics = {"return": float(every.mean())}
+    if kl is not None:
+        metrics["reward_kl"] = fmean(penalties)
+    if critic is not None:
+        metrics["explained_variance"] = 1 - float(torch.cat(list(advantages.values())).var() / every.var())
+    return advantages, returns, metrics
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_estimates_of_a_step(model_folder: Path, name: str) -> None:
+    """KL in the reward is that of the policy before the step, also of a response whose ratio goes further back. Nothing
+    depends on mini-batches and packing.
+    """
+    sections, sequences, expected = KINDS[name], earning(), None
+    for size, budget in ((None, 1024), (4, 24)):
+        learner = learner_of(model_folder, **sections, optimizer={"mini_batch_size": size, "token_budget": budget})
+        minis = learner.prepare(sequences)
+        expected = expected or spelled_out(learner, sequences)
+        advantages, returns, metrics = expected
+        found = {name: by_sequence(minis, name) for name in ("advantages", "returns", "old_logprobs")}
+        assert found["advantages"].keys() == advantages.keys()
+        for index, advantage in oracle.whitened(advantages).items():
+            torch.testing.assert_close(found["advantages"][index], advantage, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found["returns"][index], returns[index], rtol=1e-4, atol=1e-4)
+            shown = sequences[index].advantages[sequences[index].mask]  # in the rollout log
+            torch.testing.assert_close(shown.double(), found["advantages"][index])
+            if sequences[index].age:
+                engine = sequences[index].rollout_logprobs[sequences[index].mask].double()
+                assert torch.equal(found["old_logprobs"][index], engine)
+        assert learner.estimates == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        assert learner.estimates.items() <= learner.update(minis[0], 0).items()
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_updates_of_a_critic(model_folder: Path, clip: float | None) -> None:
+    """Each is the mean over the tokens of its own mini-batch. In the second, values have moved and some are clipped."""
+    critic = {"lr": 5e-3, "clip": clip}
+    sections = {"critic": critic, "advantage": {"kind": "gae"}, "optimizer": {"mini_batch_size": 8, "token_budget": 40}}
+    learner, sequences = learner_of(model_folder, **sections, sampler={"prompts_per_step": 4}), earning()
+    assert learner.critic is not None
+    minis = learner.prepare(sequences)
+    assert [len(mini.micro_batches) > 1 for mini in minis] == [True, True]
+    clipped = []
+    for mini in minis:
+        exact = oracle.copy_of(learner.critic.model)
+        old, returns = by_sequence([mini], "values"), by_sequence([mini], "returns")
+        values = torch.cat([oracle.values_of(exact, sequences[index]) for index in old])
+        before, wanted = torch.cat(list(old.values())), torch.cat(list(returns.values()))
+        loss = oracle.value_loss(values, before, wanted, clip).mean()
+        loss.backward()
+        gradients, figures = update(learner, mini)
+        found = {name.removeprefix("critic."): x for name, x in gradients.items() if name.startswith("critic.")}
+        expected = {name: x.grad for name, x in exact.named_parameters() if x.grad is not None}
+        assert_same_gradients(found, expected, 1e-3)
+        assert figures["value_loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert figures["value_lr"] == 5e-3
+        norm = torch.cat([x.flatten() for x in found.values()]).norm()
+        assert figures["value_grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        clipped.append(figures["value_clip"])
+    assert clipped[0] == 0
+    assert (clipped[1] > 0) == (clip is not None)
+
+
+@pytest.mark.parametrize("budget", [24, 1024])
+def test_on_a_shared_trunk_the_losses_add_up(model_folder: Path, budget: int) -> None:
+    sections = {"critic": {"share_trunk": True, "coef": 2.0}, "advantage": {"kind": "gae"}}
+    learner = learner_of(model_folder, **sections, optimizer={"token_budget": budget})
+    sequences = [replace(sequence, age=0) for sequence in earning()]
+    (mini,) = learner.prepare(sequences)
+    exact, advantages, returns = (
+        oracle.copy_of(learner.policy),
+        by_sequence([mini], "advantages"),
+        by_sequence([mini], "returns"),
+    )
+    policy, value = [], []
+    for index, advantage in advantages.items():
+        own, values = oracle.logprobs_of(exact, sequences[index]), oracle.values_of(exact, sequences[index])
+        policy.append(-(own - own.detach()).exp() * advantage)
+        value.append(oracle.value_loss(values, values.detach(), returns[index], None))
+    (torch.cat(policy).mean() + 2.0 * torch.cat(value).mean()).backward()
+    gradients, figures = update(learner, mini)
+    assert_same_gradients(gradients, {name: x.grad for name, x in exact.named_parameters()}, 1e-4)
+    assert figures["value_loss"] == pytest.approx(float(torch.cat(value).mean().detach()), rel=1e-4)
+    assert "value_head.weight" not in dict(learner.policy.named_weights())  # which an engine gets
+
+
+def test_while_the_critic_warms_up_the_policy_waits(model_folder: Path) -> None:
+    learner = learner_of(model_folder, advantage={"kind": "gae"}, critic={"warmup_steps": 2}, run={"steps": 4})
+    before = weights_of(learner)
+    for step in range(3):
+        (mini,) = learner.prepare(earning())
+        gradients, figures = update(learner, mini, step)
+        assert bool(changed(learner, before)) == ("loss" in figures) == (step == 2)
+        assert "critic.value_head.weight" in gradients
+
+
+def test_a_gradient_of_the_critic_that_is_not_finite_stops_the_run(model_folder: Path) -> None:
+    learner, sequences = learner_of(model_folder, advantage={"kind": "gae"}, critic={}), earning()
+    sequences[0] = replace(sequences[0], reward=float("inf"))
+    (mini,) = learner.prepare(sequences)
+    assert learner.critic is not None
+    before = learner.critic.head.weight.clone()
+    with pytest.raises(NonFiniteUpdateError, match=r"critic\.lr"):
+        learner.update(mini, 0)
+    assert torch.equal(learner.critic.head.weight, before)

@@ -1,0 +1,176 @@
+"""Objectives that select tokens over the whole mini-batch, and the values of single tokens that an update keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import make_config, random_sequences
+from learners import CPU, assert_same_gradients, learner_of, update
+from torch import Tensor
+
+from dapo_kernels import policy_loss
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.objective import resolve_objective
+from dapo_runner.algorithms.packing import pack
+from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens
+from dapo_runner.config import ModelConfig
+from dapo_runner.policy.model import load_policy
+from dapo_runner.types import PackedBatch, Sequence
+
+SELECTING: dict[str, dict[str, Any]] = {
+    "top_entropy": {},
+    "clip_cov": {"clip_cov": (0.2, -10.0, 10.0)},  # the paper's shares and bounds select nothing of so few tokens
+    "kl_cov": {"kl_cov": (0.2, 1.0)},
+}
+
+
+def scores_of(batch: PackedBatch) -> ScoredBatch:
+    """Log-probs and entropies that depend on the sequence and the token's place in it alone."""
+    generator = torch.Generator().manual_seed(1)
+    logprobs, entropy = -3 * torch.rand(1000, generator=generator), torch.rand(1000, generator=generator)
+    place = 20 * batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths)) + batch.position_ids
+    return ScoredBatch(batch, logprobs[place], entropy[place])
+
+
+def selected(
+    name: str, sequences: list[Sequence], budget: int, on_policy: bool = False, **overrides: Any
+) -> set[tuple[int, int]]:
+    """(sequence, position) of everything that is selected."""
+    batches, generator = pack(sequences, budget), torch.Generator().manual_seed(3)
+    objective = resolve_objective(make_config(loss={"objective": name, "overrides": SELECTING[name] | overrides}))
+    choices = select_tokens(objective, [scores_of(batch) for batch in batches], generator, on_policy=on_policy)
+    found = set()
+    for batch, chosen in zip(batches, choices, strict=True):
+        assert not bool((chosen & ~batch.mask).any())
+        ids = batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths))
+        found |= set(zip(ids[chosen].tolist(), batch.position_ids[chosen].tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_the_choice_does_not_depend_on_the_packing(name: str) -> None:
+    sequences = random_sequences(16)
+    whole = selected(name, sequences, 1024)
+    assert whole
+    assert all(selected(name, sequences, budget) == whole for budget in (20, 41, 64))
+
+
+def test_top_entropy_takes_its_share_of_the_training_tokens() -> None:
+    sequences = random_sequences(16)
+    n_tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
+    assert len(selected("top_entropy", sequences, 30)) == -(-n_tokens // 5)
+    assert len(selected("top_entropy", sequences, 30, top_entropy=1.0)) == n_tokens
+
+
+def test_clip_cov_leaves_alone_what_the_clip_has_stopped() -> None:
+    """By their old log-probs all tokens are outside the clip. On-policy these count for a stale response only."""
+    sequences = random_sequences(8)
+    for sequence in sequences:
+        sequence.rollout_logprobs.fill_(-50.0)
+        sequence.advantages.abs_()
+    assert selected("clip_cov", sequences, 64) == set()
+    mixed = [replace(item, age=int(index in (1, 2, 6))) for index, item in enumerate(sequences)]
+    found = {index for index, _ in selected("clip_cov", mixed, 64, on_policy=True)}
+    assert found
+    assert not found & {1, 2, 6}
+
+
+def test_an_objective_without_a_selection_is_refused() -> None:
+    scored = [scores_of(batch) for batch in pack(random_sequences(2), 64)]
+    with pytest.raises(ValueError, match="top_entropy"):
+        select_tokens(resolve_objective(make_config()), scored, torch.Generator())
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_the_gradient_is_that_of_one_call_over_everything(model_folder: Path, name: str) -> None:
+    """The loss of `dapo_kernels`, left to select by itself."""
+    sequences, found = random_sequences(12), []
+    loss = {"objective": name, "overrides": SELECTING[name], "old_logprobs": "rollout"}
+    for budget in (24, 1024):
+        learner = learner_of(model_folder, loss=loss, optimizer={"token_budget": budget})
+        (mini,) = learner.prepare(sequences)
+        found.append(update(learner, mini)[0])
+    assert_same_gradients(found[0], found[1], 1e-5)
+    if name == "clip_cov":
+        return  # its random numbers are drawn in another order inside the kernel
+    policy = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    (batch,) = pack(sequences, 1024)
+    stats = policy.model.get_output_embeddings()(policy.hidden_states(batch)).log_softmax(-1)
+    logprobs, entropy = stats.gather(1, batch.target_ids[:, None])[:, 0], -(stats.exp() * stats).sum(-1)
+    arguments = (logprobs, batch.old_logprobs, batch.advantages)
+    policy_loss(*arguments, entropy=entropy, objective=learner.loss.objective, mask=batch.mask).loss.backward()
+    assert_same_gradients(found[1], {key: x.grad for key, x in policy.model.named_parameters()}, 1e-4)
+
+
+def test_random_choices_are_those_of_the_update(model_folder: Path) -> None:
+    """The same after a resume, others in each update."""
+    sections = {
+        "loss": {"objective": "clip_cov", "overrides": SELECTING["clip_cov"]},
+        "sampler": {"prompts_per_step": 4},
+    }
+    learner = learner_of(model_folder, **sections)
+    (mini,) = learner.prepare(random_sequences(12))
+
+    def drawn(step: int, index: int = 0) -> list[list[bool]]:
+        mini.index = index
+        return [selection.tolist() for selection in learner.select_tokens(mini, step) if selection is not None]
+
+    assert drawn(3) == drawn(3)
+    assert drawn(3) not in (drawn(4), drawn(3, index=1))
+
+
+def of_training_tokens(values: dict[int, TokenValues], sequences: list[Sequence], name: str) -> Tensor:
+    return torch.cat([getattr(found, name)[sequences[index].mask[1:]] for index, found in sorted(values.items())])
+
+
+@pytest.mark.parametrize("budget", [24, 256])
+@pytest.mark.parametrize("objective", ["dapo", "gspo", "gmpo", "top_entropy"])
+def test_values_of_tokens_add_up_to_the_metrics_of_the_update(model_folder: Path, objective: str, budget: int) -> None:
+    sections = {"logging": {"rollouts": {"per_token": True, "groups": None}}, "optimizer": {"token_budget": budget}}
+    learner = learner_of(model_folder, **sections, loss={"objective": objective, "old_logprobs": "rollout"})
+    sequences = random_sequences(12)
+    (mini,) = learner.prepare(sequences)
+    own = {i: learner.logprobs(pack([sequences[i]], 256)[0]) for i, x in enumerate(sequences) if x.mask.any()}
+    figures, values = learner.update(mini, 0), learner.token_values
+    assert sorted(values) == sorted(own)
+    names = [field.name for field in fields(TokenValues) if getattr(values[0], field.name) is not None]
+    column = {name: of_training_tokens(values, sequences, name) for name in names}
+    assert column["entropy"].mean().item() == pytest.approx(figures["entropy"], rel=1e-5)
+    assert column["ratio"].mean().item() == pytest.approx(figures["ratio"], rel=1e-5)
+    for number, name in enumerate(("clip_low", "clip_high", "clip_dual"), start=1):
+        assert (column["clip_hit"] == number).double().mean().item() == pytest.approx(figures[name])
+    high, n = column["high_entropy"], column["entropy"].numel()
+    assert high.sum() == math.ceil(0.2 * n - 1e-9)
+    assert column["entropy"][high].min() >= column["entropy"][~high].max()
+    assert ("selected" in column) == (objective == "top_entropy")
+    assert "selected" not in column or torch.equal(column["selected"], high)
+    for index, found in values.items():
+        live, engine = sequences[index].mask[1:], sequences[index].rollout_logprobs[1:]
+        torch.testing.assert_close(found.logprobs[live], own[index][live], atol=1e-5, rtol=1e-5)
+        if objective == "dapo":
+            torch.testing.assert_close(found.ratio[live], (own[index] - engine)[live].exp(), rtol=1e-4, atol=0)
+
+
+def test_values_are_of_the_first_groups_of_the_step(model_folder: Path) -> None:
+    """Nothing is left over from the step before. On-policy every ratio is 1, except that of a stale response."""
+    logging = {"rollouts": {"per_token": True, "groups": 2}}
+    learner = learner_of(model_folder, logging=logging, optimizer={"mini_batch_size": 8, "lr": 1e-9})
+    sequences = [replace(sequence, age=index % 2) for index, sequence in enumerate(random_sequences(12))]
+    for _ in range(2):
+        minis = learner.prepare(sequences)
+        assert len(minis) == 2  # six sequences each, four of a group
+        for mini in minis:
+            learner.update(mini, 0)
+        assert sorted(learner.token_values) == [0, 1, 2, 3, 5, 6, 7]  # number 4 does not train
+        for index, values in learner.token_values.items():
+            assert values.logprobs.numel() == sequences[index].length - 1
+            ratio = values.ratio[sequences[index].mask[1:]]
+            assert bool((ratio - 1).abs().max() < 1e-4) == (index % 2 == 0)
+    silent: Learner = learner_of(model_folder)
+    silent.update(silent.prepare(sequences)[0], 0)
+    assert silent.token_values == {}
