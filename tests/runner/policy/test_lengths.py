@@ -1,4 +1,4 @@
-"""Sequences that a model does not take, or that would change each other's log-probs, are refused before a run."""
+"""Sequences that a model does not support, or that would change each other's log-probs, are refused before a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from builders import write_rows
 from refusals import refused
 from small import small_recipe, write_recipe
 from transformers import GPT2Config, LlamaConfig, MambaConfig, Phi3Config, Qwen2MoeConfig
 
 from dapo_runner.cli import main
-from dapo_runner.config import ConfigError, ModelConfig, parse_config
+from dapo_runner.config import ModelConfig, parse_config
 from dapo_runner.policy.lengths import check_length, check_lengths
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 32}
@@ -35,14 +34,16 @@ LONGEST: dict[str, tuple[Any, int | None]] = {
 
 
 @pytest.mark.parametrize("name", LONGEST)
-def test_the_longest_sequence_that_a_model_takes(name: str, tmp_path: Path) -> None:
+def test_the_longest_sequence_of_a_model(name: str, tmp_path: Path) -> None:
+    """With dynamic and longrope: the longest with the same frequencies as every other."""
     config, longest = LONGEST[name]
     config.save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     check_length("model.path", tmp_path, model, longest or 10**6, "rollout.max_response_tokens")
     if longest is not None:
-        with pytest.raises(ConfigError, match=rf"rollout\.max_response_tokens: .* {longest} tokens"):
+        with refused("rollout.max_response_tokens") as caught:
             check_length("model.path", tmp_path, model, longest + 1, "rollout.max_response_tokens")
+        assert f" {longest} " in str(caught.value)
 
 
 def with_values(model: Path, folder: Path, **values: Any) -> str:
@@ -53,28 +54,28 @@ def with_values(model: Path, folder: Path, **values: Any) -> str:
     return str(folder)
 
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-
-
-@pytest.mark.parametrize("values", [{}, {"rope_parameters": DYNAMIC}], ids=["max_position_embeddings", "dynamic"])
-@pytest.mark.parametrize("key", ["model.path", "loss.reference"])
-def test_a_run_and_its_dry_run_refuse_what_is_too_long(
-    key: str, values: dict[str, Any], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def longest_of_a_small_run() -> int:
     rollout = small_recipe()["rollout"]
-    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
-    good = with_values(model_folder, tmp_path / "good", max_position_embeddings=longest, **values)
-    bad = with_values(model_folder, tmp_path / "bad", max_position_embeddings=longest - 1, **values)
-    recipe = str(write_recipe(tmp_path, steps=1, save_every=0, eval_every=0))
-    given = ["model.tiny=null", f"model.path={good}", "loss.overrides.kl_coef=0.1", f"loss.reference={good}"]
-    assert main(["train", recipe, *given, "--dry-run"]) == 0
-    for command in (["train", recipe, *given, f"{key}={bad}"], ["train", recipe, *given, f"{key}={bad}", "--dry-run"]):
-        capsys.readouterr()
-        assert main(command) == 2
-        said = capsys.readouterr().err
-        assert "rollout.max_response_tokens" in said
-        assert key in said
-    assert main(["train", recipe, *given]) == 0
+    return rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+
+
+def test_a_run_and_its_dry_run_refuse_what_is_too_long(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For policy and reference."""
+    longest, recipe = longest_of_a_small_run(), str(write_recipe(tmp_path, steps=1))
+    good = with_values(model_folder, tmp_path / "good", max_position_embeddings=longest)
+    bad = with_values(model_folder, tmp_path / "bad", max_position_embeddings=longest - 1)
+    given = ["train", recipe, "model.tiny=null", "loss.overrides.kl_coef=0.1"]
+    given += [f"model.path={good}", f"loss.reference={good}"]
+    assert main([*given, "--dry-run"]) == 0
+    for key in ("model.path", "loss.reference"):
+        for more in ([], ["--dry-run"]):
+            capsys.readouterr()
+            assert main([*given, f"{key}={bad}", *more]) == 2
+            error = capsys.readouterr().err
+            assert "rollout.max_response_tokens" in error
+            assert key in error
 
 
 def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
@@ -82,9 +83,7 @@ def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
 ) -> None:
     """And prints a line for one that is not there."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    rollout = small_recipe()["rollout"]
-    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
-    for name, positions in (("good", longest), ("bad", longest - 1)):
+    for name, positions in (("good", longest_of_a_small_run()), ("bad", longest_of_a_small_run() - 1)):
         folder = tmp_path / f"models--some--{name}"
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_text("0" * 40)
@@ -99,43 +98,17 @@ def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
         check_lengths(parse_config(raw), "some/bad", download=False)
 
 
-def test_windows_that_vllm_ignores_are_refused(tmp_path: Path) -> None:
-    windows = {"use_sliding_window": True, "sliding_window": 16, "num_hidden_layers": 2}
-    mixed, full = (Qwen2MoeConfig(**SIZES, **windows, max_window_layers=layers) for layers in (2, 0))
-    for name, model, engine, response, is_ignored in (
-        ("mixed", mixed, "vllm", 9, True),
-        ("mixed", mixed, "server", 9, True),
-        ("mixed", mixed, "vllm", 8, False),
-        ("mixed", mixed, "hf", 9, False),
-        ("full", full, "vllm", 9, False),
-    ):
-        model.save_pretrained(folder := tmp_path / name)
-        recipe = small_recipe()
-        recipe["model"] = {"path": str(folder)}
-        recipe["rollout"] |= {"engine": engine, "max_prompt_tokens": 8, "max_response_tokens": response}
-        with refused("rollout.engine") if is_ignored else nullcontext():
-            check_lengths(parse_config(recipe), folder, download=False)
-
-
-def test_sft_refuses_an_example_that_is_too_long(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("full_layers", "engine", "response", "is_ignored"),
+    [(2, "vllm", 9, True), (2, "server", 9, True), (2, "vllm", 8, False), (2, "hf", 9, False), (0, "vllm", 9, False)],
+)
+def test_windows_that_vllm_ignores_are_refused(
+    tmp_path: Path, full_layers: int, engine: str, response: int, is_ignored: bool
 ) -> None:
-    rows = [{"prompt": "1+1=", "completion": "2" * length} for length in (4, 5, 6)]
-    path, recipe = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "sft.yaml"
-    folder = with_values(model_folder, tmp_path / "bad", max_position_embeddings=10)
-    recipe.write_text(
-        json.dumps({"model": {"path": folder, "dtype": "float32"}, "data": {"path": str(path), "eval_size": 0}})
-    )
-    shared = [
-        "sft",
-        str(recipe),
-        f"run.output_dir={tmp_path}",
-        "optimizer.token_budget=4096",
-        "optimizer.warmup_steps=0",
-    ]
-    for more in ([], ["--dry-run"]):
-        assert main([*shared, *more]) == 2
-        said = capsys.readouterr().err
-        assert "data.max_tokens" in said
-        assert "model.path" in said
-    assert main([*shared, "data.max_tokens=10", "--dry-run"]) == 0
+    windows = {"use_sliding_window": True, "sliding_window": 16, "num_hidden_layers": 2}
+    Qwen2MoeConfig(**SIZES, **windows, max_window_layers=full_layers).save_pretrained(tmp_path)
+    recipe = small_recipe()
+    recipe["model"] = {"path": str(tmp_path)}
+    recipe["rollout"] |= {"engine": engine, "max_prompt_tokens": 8, "max_response_tokens": response}
+    with refused("rollout.engine") if is_ignored else nullcontext():
+        check_lengths(parse_config(recipe), tmp_path, download=False)

@@ -1,6 +1,4 @@
-"""The packed forward: no sequence sees another, the hidden states are the model's own, odd models are
-refused.
-"""
+"""The packed forward pass is that of each sequence alone, and a model for which it is not is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_sequence
+from builders import make_sequence, random_sequences, save_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learners import CPU, assert_same_gradients, learner_of, update
 from refusals import refused
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
@@ -32,12 +34,12 @@ from transformers import (
 )
 
 from dapo_runner.algorithms.packing import pack
-from dapo_runner.config import ConfigError, LoraConfig, ModelConfig
-from dapo_runner.policy import attention
-from dapo_runner.policy import model as model_module
-from dapo_runner.policy.attention import choose_kernel, plan_packing
+from dapo_runner.config import LoraConfig, ModelConfig
+from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
-from dapo_runner.policy.prefixes import find_shared
+from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
+from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.types import PackedBatch, Sequence
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -46,35 +48,14 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CPU = torch.device("cpu")
-
-
-def saved(config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of this configuration with random weights; the tokenizer, which no test here needs, is left
-    out.
-    """
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    monkeypatch.setattr(model_module, "load_tokenizer", lambda *_: None)
-    return folder
-
-
-def plain_hidden(policy: Policy, token_ids: torch.Tensor) -> torch.Tensor:
-    """What transformers itself makes of one sequence, with its own attention."""
-    reference = AutoModelForCausalLM.from_pretrained(
-        policy.model.name_or_path, attn_implementation="eager", dtype=policy.compute
-    ).eval()
-    return reference.base_model(input_ids=token_ids[None]).last_hidden_state[0]
-
-
+TINY_GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 ARCHITECTURES = {
-    "llama": LlamaConfig(**SIZES),
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2, biased projections": Qwen2Config(**SIZES),
     "mistral, window of 4": MistralConfig(**SIZES, sliding_window=4),
@@ -84,90 +65,111 @@ ARCHITECTURES = {
         **SIZES, use_sliding_window=True, sliding_window=4, num_experts=4, moe_intermediate_size=16
     ),
     "phimoe, a window of 4 that its masks alone name": PhimoeConfig(**SIZES, sliding_window=4, num_local_experts=4),
-    "gpt2, learned positions": GPT2Config(
-        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-    ),
+    "gpt2, learned positions": GPT2Config(**TINY_GPT2, n_positions=256),
     "deepseek, values of a size of their own": DeepseekV2Config(
-        **SIZES | {"num_key_value_heads": 4},
-        first_k_dense_replace=2,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
+        **SIZES | {"num_key_value_heads": 4}, first_k_dense_replace=2, **LATENT
     ),
 }
+LENGTHS = (3, 17, SHORT + 20, 4, 11, 1, SHORT + 2)  # of both products of scores, torch's and plain ones
 
 
-@pytest.fixture(params=[0, 1000], ids=["torch's kernel", "plain products"])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SHORT", request.param)
+def saved(config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    return save_model(AutoModelForCausalLM.from_config(config), make_tokenizer(), folder)
 
 
-@pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("shared", [False, True])
+def load(path: Path, **values: Any) -> Policy:
+    return load_policy(path, ModelConfig(path=str(path), dtype="float32", **values), CPU)
+
+
+def sequences_of(shared: bool) -> list[Sequence]:
+    """Random tokens; of ``shared`` ones, each begins as the longest does."""
+    generator, made = torch.Generator().manual_seed(1), [make_sequence(2, n) for n in LENGTHS]
+    longest = torch.randint(3, 20, (max(LENGTHS) + 2,), generator=generator)
+    for sequence in made:
+        sequence.token_ids.copy_(torch.randint(3, 20, (sequence.length,), generator=generator))
+        if shared:
+            sequence.token_ids[: sequence.length // 2 + 1] = longest[: sequence.length // 2 + 1]
+    return made
+
+
+def by_sequence(batch: PackedBatch, hidden: Tensor) -> dict[int, Tensor]:
+    return dict(zip(batch.sequence_ids.tolist(), hidden.split(batch.lengths), strict=True))
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_hidden_states_are_those_of_each_sequence_alone(
-    name: str, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(ARCHITECTURES[name], tmp_path, monkeypatch)
-    policy = load_policy(path, ModelConfig(path=str(path), dtype="float32"), CPU)
-    sequences = [make_sequence(2, n, first_token=3 if shared else n) for n in (3, 17, 4, 11, 1)]
-    (batch,) = pack(sequences, token_budget=128)
-    assert (find_shared(batch.input_ids, batch.cu_seqlens.diff().tolist()) is not None) == shared
-    with torch.no_grad():
-        hidden = policy.hidden_states(batch)
-        for place, start, end in zip(
-            batch.sequence_ids.tolist(), batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
-        ):
-            alone = plain_hidden(policy, sequences[place].token_ids[:-1])
-            torch.testing.assert_close(hidden[start:end], alone, atol=2e-5, rtol=2e-5)
+def test_packed_hidden_states_are_those_of_each_sequence_alone(name: str, tmp_path: Path) -> None:
+    """With transformers' own attention."""
+    path = saved(ARCHITECTURES[name], tmp_path)
+    policy = load(path)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval().base_model
+    for shared in (False, True):
+        sequences = sequences_of(shared)
+        (batch,) = pack(sequences, token_budget=1024)
+        assert (find_shared(batch.input_ids, batch.lengths) is not None) == shared
+        with torch.no_grad():
+            for index, hidden in by_sequence(batch, policy.hidden_states(batch)).items():
+                alone = plain(input_ids=sequences[index].token_ids[None, :-1]).last_hidden_state[0]
+                torch.testing.assert_close(hidden, alone, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_through_packed_attention_are_those_of_each_sequence_alone(policy: Policy, shared: bool) -> None:
-    sequences = [make_sequence(2, n, first_token=3 if shared else n) for n in (3, 9, 4)]
-    (batch,) = pack(sequences, token_budget=64)
-    policy.hidden_states(batch).square().sum().backward()
-    packed = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
-    policy.model.zero_grad()
-    for sequence in sequences:
-        (alone,) = pack([sequence], token_budget=64)
-        policy.hidden_states(alone).square().sum().backward()
-    assert packed
-    for name, parameter in policy.model.named_parameters():
-        if name in packed:
-            torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-4, atol=1e-4)
+    sequences, found = sequences_of(shared), []
+    for batches in (pack(sequences, 1024), [pack([sequence], 256)[0] for sequence in sequences]):
+        for batch in batches:
+            policy.hidden_states(batch).square().sum().backward()
+        found.append({name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None})
+        policy.model.zero_grad()
+    assert_same_gradients(found[0], found[1], 1e-3)
 
 
-@pytest.mark.parametrize("beside", [{}, {"gradient_checkpointing": True, "lora": LoraConfig(rank=2)}], ids=str)
-def test_compiled_layers_do_the_same(beside: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if beside:  # half a minute of C++ once is enough: without it, what is traced and how often
-        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
-    path = saved(ARCHITECTURES["qwen2, biased projections"], tmp_path, monkeypatch)
-    config = ModelConfig(path=str(path), dtype="float32", **beside)
-    plain = load_policy(path, config, CPU)
-    compiled = load_policy(path, config.model_copy(update={"compile": True}), CPU)
+@pytest.mark.parametrize(
+    ("beside", "compiler"),
+    [
+        ({"gradient_checkpointing": True, "lora": LoraConfig(rank=2, targets=["q_proj"])}, "aot_eager"),
+        pytest.param({}, "inductor", marks=pytest.mark.slow),  # a minute of C++
+    ],
+    ids=["traced", "compiled"],
+)
+def test_compiled_layers_do_the_same(
+    beside: dict[str, Any], compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are traced once for all layers and lengths."""
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=compiler))
+    path = saved(ARCHITECTURES["qwen2, biased projections"], tmp_path)
+    plain, compiled = load(path, **beside), load(path, **beside, compile=True)
     counters.clear()
     for lengths in ((3, 9, 4), (20, 2)):
         (batch,) = pack([make_sequence(2, n, first_token=n) for n in lengths], token_budget=64)
+        found = []
         for policy in (plain, compiled):
             policy.model.zero_grad()
             policy.hidden_states(batch).square().sum().backward()
-        expected = {name: p.grad for name, p in plain.model.named_parameters() if p.grad is not None}
-        got = {name: p.grad for name, p in compiled.model.named_parameters() if p.grad is not None}
-        assert expected.keys() == got.keys()
-        largest = max(float(gradient.abs().max()) for gradient in expected.values())
-        for name, gradient in expected.items():
-            assert (got[name] - gradient).abs().max() <= 1e-5 * largest, name
-    assert counters["aot_autograd"]["ok"] > 0
-    assert counters["aot_autograd"]["ok"] <= 4  # for both layers and both batches together
+            found.append({name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None})
+        largest = max(float(gradient.abs().max()) for gradient in found[0].values())
+        assert found[0].keys() == found[1].keys()
+        for name, gradient in found[0].items():
+            assert (found[1][name] - gradient).abs().max() <= 1e-5 * largest, name
+    assert 0 < counters["aot_autograd"]["ok"] <= 4
 
 
-def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(ARCHITECTURES["gpt2, learned positions"], tmp_path, monkeypatch)
-    policy = load_policy(path, ModelConfig(path=str(path), dtype="float32", gradient_checkpointing=True), CPU)
+@pytest.mark.parametrize("way", [True, "offload"])
+def test_gradient_checkpointing_changes_no_gradient(model_folder: Path, way: bool | str) -> None:
+    """Layers run again in the backward pass."""
+    found, calls = [], list[int]()
+    for values in ({}, {"gradient_checkpointing": way}):
+        learner = learner_of(model_folder, model=values)
+        learner.policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        (mini,) = learner.prepare(random_sequences(8))
+        n_before = len(calls)
+        found.append(update(learner, mini)[0])
+        assert len(calls) - n_before == len(mini.micro_batches) * (2 if values else 1)
+    assert_same_gradients(found[1], found[0], 0.0)
+
+
+def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path) -> None:
+    policy = load(saved(ARCHITECTURES["gpt2, learned positions"], tmp_path), gradient_checkpointing=True)
     assert policy.model.training
     (batch,) = pack([make_sequence(2, 5)], token_budget=16)
     with torch.no_grad():
@@ -175,74 +177,89 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("name", "config"),
     [
-        (
-            MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=2),
-            "MambaForCausalLM",
-        ),
-        (CohereConfig(**SIZES), "CohereForCausalLM"),
-        (Gemma2Config(**SIZES, head_dim=8), "Gemma2Attention"),
-        (Llama4TextConfig(**SIZES, attention_chunk_size=4), "llama4_text"),
-        (DogeConfig(**SIZES), "DogeAttention"),
-        (DogeConfig(**SIZES, sliding_window=4), "doge"),
+        ("MambaForCausalLM", MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)),
+        ("CohereForCausalLM", CohereConfig(**SIZES)),
+        ("Gemma2Attention", Gemma2Config(**SIZES, head_dim=8)),
+        ("llama4_text", Llama4TextConfig(**SIZES, attention_chunk_size=4)),
+        ("DogeAttention", DogeConfig(**SIZES)),
+        ("doge", DogeConfig(**SIZES, sliding_window=4)),
     ],
 )
-def test_a_model_that_cannot_be_trained_packed_is_refused(
-    config: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(config, tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=message):
-        load_policy(path, ModelConfig(path=str(path), dtype="float32"), CPU)
+def test_a_model_that_cannot_be_trained_packed_is_refused_by_name(name: str, config: Any, tmp_path: Path) -> None:
+    path = saved(config, tmp_path)
+    with refused(name):
+        load(path)
 
 
-def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_model_without_safe_weights_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    """In one line."""
     with refused("model.path") as caught:
-        load_policy(tmp_path / "nowhere", ModelConfig(path="x"), CPU)
+        load(tmp_path / "nowhere")
     assert "\n" not in str(caught.value)
-
-
-def test_pickled_weights_are_refused(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model_folder / "config.json").read_bytes())
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="safetensors"):
-        load_policy(tmp_path, ModelConfig(path="x"), CPU)
+    with refused("model.path"):
+        load(tmp_path)
 
 
-def test_buckets_hold_every_position_once_and_little_padding() -> None:
-    lengths = [5, 1, 30, 29, 28, 7, 300, 6]
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_buckets_hold_every_position_once_and_little_padding(lengths: list[int]) -> None:
     packing = plan_packing(lengths, CPU, "sdpa")
     assert packing.restore is not None
     slots = torch.cat([bucket.rows for bucket in packing.buckets])
     assert slots[packing.restore].tolist() == list(range(sum(lengths)))
-    assert len(slots) <= sum(lengths) / 0.75
-    assert len(packing.buckets) < len(lengths)
-    assert packing.cu_seqlens.tolist()[-1] == sum(lengths)
+    assert len(slots) == sum(bucket.n * bucket.length for bucket in packing.buckets)
+    assert len(slots) <= sum(lengths) / (1 - MAX_PADDING) + 1e-6
+    assert len(packing.buckets) <= len(set(lengths))
+    assert (packing.cu_seqlens.tolist()[-1], packing.longest) == (sum(lengths), max(lengths))
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
-def test_a_kernel_that_cannot_run_says_why(kernel: Any) -> None:
-    with refused("model.attention"):
-        choose_kernel(kernel, CPU, torch.bfloat16)
+def packed(rows: list[list[int]]) -> tuple[Tensor, list[int]]:
+    return torch.tensor([token for row in rows for token in row], dtype=torch.int64), [len(row) for row in rows]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8))
+def test_one_computed_position_for_each_distinct_prefix(rows: list[list[int]]) -> None:
+    """Every packed position finds its own."""
+    found = find_shared(*packed(rows))
+    heads = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
+    if found is None:
+        assert len(heads) - len(set(heads)) <= LEAST_SHARED * len(heads)
+        return
+    assert len(found.source) == len(set(heads))
+    assert [heads[found.source[index]] for index in found.inverse] == heads
+
+
+@pytest.mark.parametrize(("n_shared", "is_worth_it"), [(1, False), (40, True)])
+def test_a_short_shared_prefix_is_computed_twice(n_shared: int, is_worth_it: bool) -> None:
+    one = list(range(500))
+    other = one[:n_shared] + [7000] * 500
+    assert (find_shared(*packed([one, other])) is not None) == is_worth_it
+
+
+def test_a_kernel_or_a_device_that_is_not_there_is_refused() -> None:
+    for kernel in ("flash", "varlen"):
+        with refused("model.attention"):
+            choose_kernel(kernel, CPU, torch.bfloat16)  # type: ignore[arg-type]
     assert choose_kernel("auto", CPU, torch.bfloat16) == "sdpa"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_there_is_refused() -> None:
-    assert resolve_device("auto") == CPU
-    with refused("run.device"):
-        resolve_device("cuda:0")
+    assert choose_kernel("varlen", torch.device("cuda"), torch.bfloat16) == "varlen"
+    assert choose_kernel("auto", torch.device("cuda"), torch.float32) == "sdpa"
+    assert choose_kernel("auto", torch.device("cuda"), torch.bfloat16) in ("flash", "varlen")
+    for name in ("cuda:99", "nothing"):
+        with refused("run.device"):
+            resolve_device(name)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
 def test_cuda_kernels_agree_with_the_cpu(model_folder: Path, kernel: Any) -> None:
-    sequences = [make_sequence(2, n, first_token=3) for n in (3, 17, 4)]
-    (batch,) = pack(sequences, token_budget=64)
-    on_cpu = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU)
+    (batch,) = pack([make_sequence(2, n, first_token=3) for n in (3, 17, 4)], token_budget=64)
     config = ModelConfig(path="x", dtype="bfloat16", attention=kernel)
     on_gpu = load_policy(model_folder, config, torch.device("cuda"))
     with torch.no_grad():
-        expected, got = on_cpu.hidden_states(batch), on_gpu.hidden_states(batch).float().cpu()
+        expected, got = load(model_folder).hidden_states(batch), on_gpu.hidden_states(batch).float().cpu()
     assert (expected - got).abs().max() <= 0.05 * expected.abs().max()

@@ -1,27 +1,34 @@
-"""Routing replay: the experts of the old log-probs are those of the update, whatever routers would choose by then."""
+"""Routing replay: the experts of an old log-prob, or of the engine that sampled, are those of the update."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from builders import make_config, random_sequences, save_model
+from builders import random_sequences, save_model
 from experts import small_experts
+from learners import CPU, config_of, learner_of, open_learner, update
 from refusals import refused
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear, log_softmax
 
-from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, ConfigError
-from dapo_runner.policy.model import load_policy
+from dapo_runner.algorithms.advantage import make_sequence
+from dapo_runner.algorithms.learner import Learner, step_metrics
+from dapo_runner.algorithms.packing import pack
+from dapo_runner.config import Config
 from dapo_runner.policy.routing import Routing
-from dapo_runner.preflight.needs import check_needs
+from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.group_buffer import GroupBuffer
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.rollout.vllm import engine_arguments, layers_with_experts, read_experts
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Sequence
+from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Sequence, Verdict
 
-CPU = torch.device("cpu")
 IN_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -32,20 +39,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "glm4_moe": IN_GROUPS,
     "deepseek_v2": IN_GROUPS | LATENT | {"topk_method": "group_limited_greedy"},
 }
+PROMPTS = [Prompt(str(n), tuple(range(3, 5 + 3 * n)), "", "") for n in range(3)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(small_experts(), make_tokenizer(), tmp_path_factory.mktemp("experts"))
+def blocks_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "experts")]
+
+
+def hidden_of(model: Any, ids: Tensor) -> Tensor:
+    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden
 
 
 class Seen:
     """What a model's experts are called with: for each layer the indices [U, k], call by call."""
 
     def __init__(self, model: Any) -> None:
-        blocks = [module for module in model.modules() if hasattr(module, "experts")]
-        self.calls: list[list[Tensor]] = [[] for _ in blocks]
-        for block, calls in zip(blocks, self.calls, strict=True):
+        self.calls: list[list[Tensor]] = []
+        for block in blocks_of(model):
+            calls: list[Tensor] = []
+            self.calls.append(calls)
             block.experts.register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[1].clone()))
 
 
@@ -54,50 +67,32 @@ def test_a_pass_follows_what_another_chose(kind: str) -> None:
     """To the same bits as long as the weights are the same, and with the routers' gradient."""
     model = small_experts(kind, **LAYOUTS[kind])
     routing, ids = Routing(model), torch.randint(3, 20, (1, 30))
-
-    def run() -> Tensor:
-        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden
-
     with torch.no_grad():
-        routing.check(run, 30)
-        first, chosen = run(), routing.chosen()
+        routing.check(lambda: hidden_of(model, ids), 30)
+        first, chosen = hidden_of(model, ids), routing.chosen()
         routing.follow(chosen)
-        assert torch.equal(run(), first)
+        assert torch.equal(hidden_of(model, ids), first)
         routers = [p for name, p in model.named_parameters() if "gate.weight" in name or "router.weight" in name]
         for router in routers:
             router.copy_(torch.randn_like(router))
     assert chosen.dtype == torch.uint8
     seen = Seen(model)
-    run().square().mean().backward()
+    hidden_of(model, ids).square().mean().backward()
     k, width = 2, chosen.shape[1] // 2
-    told = [layer[:, width - k :] for layer in chosen.split(width, dim=1)]
-    for calls, expected in zip(seen.calls, told, strict=True):
-        assert torch.equal(calls.pop(), expected.long())
+    replayed = [layer[:, width - k :].long() for layer in chosen.split(width, dim=1)]
+    assert all(torch.equal(calls.pop(), expected) for calls, expected in zip(seen.calls, replayed, strict=True))
     assert all(router.grad is not None and bool(router.grad.any()) for router in routers)
     routing.follow(None)
-    run()
-    assert all(not torch.equal(calls[0], expected.long()) for calls, expected in zip(seen.calls, told, strict=True))
+    hidden_of(model, ids)
+    assert not any(torch.equal(calls[0], expected) for calls, expected in zip(seen.calls, replayed, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "name"), [("phimoe", "PhimoeSparseMoeBlock"), ("qwen3", "Qwen3ForCausalLM")])
-def test_an_unknown_layout_is_refused_by_name(kind: str, name: str) -> None:
-    model = small_experts(kind)
-    with pytest.raises(ConfigError, match=rf"loss\.routing_replay.*{name}"), torch.no_grad():
-        Routing(model).check(lambda: hidden_of(model, torch.arange(3, 9)[None]), 6)
-
-
-def hidden_of(model: Any, ids: Tensor) -> Tensor:
-    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden
-
-
-class Deaf(torch.nn.Module):
+class Deaf(nn.Module):
     """A layer whose experts do not look at the choice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = torch.nn.Linear(4, 4)
+        self.experts = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x.topk(2)
@@ -105,24 +100,34 @@ class Deaf(torch.nn.Module):
         return out
 
 
-def test_experts_that_ignore_the_choice_are_refused() -> None:
-    model, x = torch.nn.Sequential(Deaf()), torch.randn(6, 4)
+def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
+    ids, x = torch.arange(3, 9)[None], torch.randn(6, 4)
+    for name, kind in (("PhimoeSparseMoeBlock", "phimoe"), ("Qwen3ForCausalLM", "qwen3")):
+        model = small_experts(kind)
+        with refused("loss.routing_replay") as caught, torch.no_grad():
+            Routing(model).check(lambda model=model: hidden_of(model, ids), 6)
+        assert name in str(caught.value)
+    deaf = nn.Sequential(Deaf())
     with refused("loss.routing_replay"), torch.no_grad():
-        Routing(model).check(lambda: model(x), 6)
+        Routing(deaf).check(lambda: deaf(x), 6)
 
 
 def test_an_interrupted_pass_leaves_nothing_in_force() -> None:
     model, ids = small_experts(), torch.arange(3, 9)[None]
     routing = Routing(model)
-    experts = [module.experts for module in model.modules() if hasattr(module, "experts")]
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    experts[-1].register_forward_pre_hook(interrupt)
+    blocks_of(model)[-1].experts.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         routing.check(lambda: hidden_of(model, ids), 6)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(small_experts(), make_tokenizer(), tmp_path_factory.mktemp("experts"))
 
 
 def sharing_sequences() -> list[Sequence]:
@@ -134,66 +139,57 @@ def sharing_sequences() -> list[Sequence]:
     return sequences
 
 
-def config_of(folder: Path, replay: bool = True, **model: Any) -> Config:
-    return make_config(
-        model={"path": str(folder), "tiny": None, "dtype": "float32", **model},
-        optimizer={"mini_batch_size": 16, "token_budget": 120, "lr": 3e-3, "warmup_steps": 0},
-        sampler={"prompts_per_step": 8},
-        loss={"routing_replay": replay},
-    )
-
-
-def learner_of(folder: Path, replay: bool, **model: Any) -> Learner:
-    config = config_of(folder, replay, **model)
-    policy = load_policy(folder, config.model, CPU, routing_replay=replay)
-    return Learner(policy, config)
+def trainer(path: Path, replay: bool, **model: Any) -> Learner:
+    optimizer = {"mini_batch_size": 16, "token_budget": 120, "lr": 3e-3}
+    sections = {"optimizer": optimizer, "sampler": {"prompts_per_step": 8}, "loss": {"routing_replay": replay}}
+    return learner_of(path, model=model, **sections)
 
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_before_an_update_every_ratio_is_one(tmp_path: Path, replay: bool) -> None:
-    """With one expert a token, whose weight is 1 then, routers matter by their choice alone: here they choose otherwise
-    than when the old log-probs were taken, as rounding does where two experts are as good as each other.
+    """With one expert a token, whose weight is 1 then, routers matter by their choice alone. Here they choose otherwise
+    than when the old log-probs were computed, as rounding does where two experts are as good as each other.
     """
     path = save_model(small_experts(num_experts_per_tok=1, norm_topk_prob=True), make_tokenizer(), tmp_path)
-    learner = learner_of(path, replay)
+    learner = trainer(path, replay)
     _, mini = learner.prepare(sharing_sequences())
     with torch.no_grad():
-        for name, parameter in learner.policy.model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.neg_()
+        for block in blocks_of(learner.policy.model):
+            block.gate.weight.neg_()
     batch = mini.micro_batches[0]
-    drift = (learner.loss(learner.policy, mini, batch, None).logprobs - batch.old_logprobs)[batch.mask].abs()
+    drift = (learner.compute_loss(mini, batch).logprobs - batch.old_logprobs)[batch.mask].abs()
     assert (float(drift.max()) == 0) == replay
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_after_an_update_tokens_keep_their_experts(folder: Path, checkpointing: bool) -> None:
     """In the pass and in its recomputation, over prefixes that sequences share; the routers send some elsewhere."""
-    learner = learner_of(folder, replay=True, gradient_checkpointing=checkpointing)
-    first, second = learner.prepare(sharing_sequences())
-    free = learner_of(folder, replay=False, gradient_checkpointing=checkpointing)
-    minis = free.prepare(sharing_sequences())
-    learner.update(first, 0)
-    free.update(minis[0], 0)
-    assert all(batch.experts is None for batch in (*first.micro_batches, *minis[1].micro_batches))
-    seen, seen_free = Seen(learner.policy.model), Seen(free.policy.model)
-    learner.update(second, 0)
-    free.update(minis[1], 0)
-    assert any(batch.experts is not None and len(batch.experts) < batch.n_positions for batch in second.micro_batches)
+    found = []
+    for replay in (True, False):
+        learner = trainer(folder, replay, gradient_checkpointing=checkpointing)
+        first, second = learner.prepare(sharing_sequences())
+        learner.update(first, 0)
+        assert all(batch.experts is None for batch in first.micro_batches)
+        seen = Seen(learner.policy.model)
+        learner.update(second, 0)
+        found.append((second, seen.calls))
+    (replayed, calls), (free, free_calls) = found
+    assert all(batch.experts is None for batch in free.micro_batches)
+    n_rows = [(len(batch.experts), batch.n_positions) for batch in replayed.micro_batches if batch.experts is not None]
+    assert any(rows < positions for rows, positions in n_rows)  # those of shared prefixes once
     n_runs, elsewhere, total = 1 + checkpointing, 0, 0
-    for number, batch in enumerate(second.micro_batches):
+    for number, batch in enumerate(replayed.micro_batches):
         assert batch.experts is not None
         for layer, expected in enumerate(batch.experts.long().split(2, dim=1)):
-            runs = slice(number * n_runs, (number + 1) * n_runs)
-            assert len(seen.calls[layer][runs]) == n_runs
-            assert all(torch.equal(found, expected) for found in seen.calls[layer][runs])
-            elsewhere += int((seen_free.calls[layer][runs][0] != expected).any(1).sum())
+            runs = calls[layer][number * n_runs : (number + 1) * n_runs]
+            assert [torch.equal(run, expected) for run in runs] == [True] * n_runs
+            elsewhere += int((free_calls[layer][number * n_runs] != expected).any(1).sum())
             total += len(expected)
     assert 0.01 * total < elsewhere < total
 
 
 def test_an_adapted_model_is_its_own_reference_with_its_own_routing(folder: Path) -> None:
-    learner = learner_of(folder, replay=True, lora={"rank": 2, "alpha": 4, "targets": ["q_proj"]})
+    learner = trainer(folder, True, lora={"rank": 2, "alpha": 4, "targets": ["q_proj"]})
     _, mini = learner.prepare(sharing_sequences())
     batch = mini.micro_batches[0]
     assert batch.experts is not None
@@ -202,26 +198,144 @@ def test_an_adapted_model_is_its_own_reference_with_its_own_routing(folder: Path
     assert not torch.equal(learner.logprobs(other), learner.logprobs(batch))
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"loss": {"old_logprobs": "rollout"}}, "loss.routing_replay: .*loss.old_logprobs"),
-        ({"optimizer": {"mini_batch_size": None}}, "loss.routing_replay: .*mini_batch_size"),
-        ({"model": {"compile": True}}, "loss.routing_replay: .*model.compile"),
-        ({"model": {"path": None, "tiny": {}}}, "loss.routing_replay: .*model.tiny"),
-        ({"preference": {}}, "preference: .*loss.routing_replay"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(folder: Path, sections: dict[str, Any], said: str) -> None:
-    changed = {name: dict(values) for name, values in sections.items()}
-    changed["loss"] = {"routing_replay": True} | changed.get("loss", {})
-    changed["model"] = {"path": str(folder), "tiny": None} | changed.get("model", {})
-    changed["optimizer"] = {"mini_batch_size": 8} | changed.get("optimizer", {})
-    with pytest.raises(ConfigError, match=said):
-        make_config(**changed)
+@pytest.fixture(scope="module")
+def undecided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with four experts each that the router hardly tells apart, and that give unlike results."""
+    model = small_experts()
+    with torch.no_grad():
+        for block in blocks_of(model):
+            gate = block.gate.weight
+            gate.copy_(gate[::4].repeat_interleave(4, 0) + 1e-3 * torch.randn_like(gate))
+    return save_model(model, make_tokenizer(), tmp_path_factory.mktemp("undecided"))
 
 
-def test_a_folder_without_experts_is_refused_before_it_is_loaded(folder: Path, model_folder: Path) -> None:
-    check_needs(config_of(folder))
-    with pytest.raises(ConfigError, match=f"loss.routing_replay: .*{model_folder}"):
-        check_needs(config_of(model_folder))
+def replaying(folder: Path, replay: str | bool = "engine", dtype: str = "float32", **sections: Any) -> Config:
+    sections["rollout"] = {"max_response_tokens": 24, **sections.get("rollout", {})}
+    optimizer = {"token_budget": 130}
+    return config_of(folder, dtype, loss={"routing_replay": replay}, optimizer=optimizer, **sections)
+
+
+def sampled(folder: Path, dtype: str) -> list[Group]:
+    """Groups whose samples share a prompt and are of unlike lengths."""
+    engine = open_engine(replaying(folder, dtype=dtype), folder, CPU)
+    assert isinstance(engine, HFEngine)
+    engine.max_batch_sequences, engine.stop_ids = 7, [5, 9, 14, 20]
+    groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=24, seed=3))
+    assert len({one.length for group in groups for one in group}) > 3
+    return [
+        Group(prompt, tuple(Sample(one, Verdict(correct=False), 0.0) for one in group))
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+    ]
+
+
+def sequences_of(groups: list[Group]) -> list[Sequence]:
+    return [
+        make_sequence(group, sample, 1.0 - 0.7 * place, number, 0)
+        for number, group in enumerate(groups)
+        for place, sample in enumerate(group.samples)
+    ]
+
+
+def test_the_engine_returns_the_experts_of_every_token_that_it_computes(undecided: Path) -> None:
+    """Those of a pass over the whole sequence, alone. A buffer that is saved, and padding, keep them."""
+    groups, config = sampled(undecided, "float32"), replaying(undecided)
+    model: Any = open_engine(replaying(undecided, False), undecided, CPU).model  # type: ignore[attr-defined]
+    seen = Seen(model)
+    for sequence in sequences_of(groups):
+        with torch.no_grad():
+            model(input_ids=sequence.token_ids[None, :-1])
+        assert sequence.experts is not None
+        assert sequence.experts.dtype == torch.uint8
+        assert torch.equal(sequence.experts.long(), torch.cat([calls.pop() for calls in seen.calls], dim=1))
+    buffer, again, file = GroupBuffer(config), GroupBuffer(config), BytesIO()
+    buffer.groups = groups
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    again.load_state_dict(torch.load(file, weights_only=True), {})
+    loaded = sequences_of(again.groups)
+    for found, sequence in zip(loaded, sequences_of(groups), strict=True):
+        assert found.experts is not None
+        assert sequence.experts is not None
+        assert torch.equal(found.experts, sequence.experts)
+    for batch in pack(loaded, 200, multiple=16):
+        assert batch.experts is not None
+        assert len(batch.experts) == batch.n_positions
+
+
+class Forced(nn.Module):
+    """A router of Qwen3-MoE that takes the experts it is given, written out."""
+
+    def __init__(self, gate: Any) -> None:
+        super().__init__()
+        self.weight, self.indices = gate.weight, torch.zeros(0)
+        self.normalizes = gate.norm_topk_prob
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = linear(hidden, self.weight)
+        weights = logits.softmax(-1).gather(1, self.indices)
+        return logits, weights / weights.sum(-1, keepdim=True) if self.normalizes else weights, self.indices
+
+
+@pytest.mark.parametrize("correction", [{}, {"mask": "token", "bound": 1e9}], ids=["on-policy", "after a pass"])
+def test_the_gradient_is_that_of_routers_forced_by_hand(undecided: Path, correction: dict[str, Any]) -> None:
+    """The choice of a bfloat16 engine, sequence by sequence without packing. With a correction, the old log-probs come
+    from a pass of their own. Replay makes the gap to that engine smaller.
+    """
+    sequences = sequences_of(sampled(undecided, "bfloat16"))
+    learner = open_learner(undecided, replaying(undecided, rollout={"correction": correction}))
+    (mini,) = learner.prepare(sequences)
+    for batch in mini.micro_batches:
+        assert batch.experts is not None
+        assert (len(batch.experts) < batch.n_positions) == bool(correction)  # that pass has shared prompts once
+    gradients, figures = update(learner, mini)
+    model: Any = open_engine(replaying(undecided, False), undecided, CPU).model  # type: ignore[attr-defined]
+    blocks = blocks_of(model)
+    for block in blocks:
+        block.gate = Forced(block.gate)
+    n_tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
+    for sequence in sequences:
+        assert sequence.experts is not None
+        for block, indices in zip(blocks, sequence.experts.long().split(2, dim=1), strict=True):
+            block.gate.indices = indices
+        logits = model(input_ids=sequence.token_ids[None, :-1], use_cache=False).logits[0]
+        logprobs = log_softmax(logits, -1).gather(1, sequence.token_ids[1:, None])[:, 0]
+        (-(logprobs * sequence.advantages[1:])[sequence.mask[1:]].sum() / n_tokens).backward()
+    for name, parameter in model.named_parameters():
+        assert float(gradients[name].abs().max()) > 1e-5, name
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    free = learner_of(undecided, **LONG)
+    minis = free.prepare([replace(sequence, experts=None) for sequence in sequences])
+    gap, free_gap = (
+        step_metrics(*x)["rollout_gap"] for x in (([mini], [figures]), (minis, [free.update(minis[0], 0)]))
+    )
+    assert 0 < gap < 0.2 * free_gap
+
+
+LONG: dict[str, Any] = {"rollout": {"max_response_tokens": 24}, "optimizer": {"token_budget": 130}}
+
+
+def test_another_number_of_choices_is_refused(undecided: Path) -> None:
+    """As vLLM returns none of groups of experts."""
+    learner = open_learner(undecided, replaying(undecided))
+    sequences = [replace(one, experts=torch.zeros(one.length - 1, 3)) for one in random_sequences(4)]
+    (mini,) = learner.prepare(sequences)
+    with refused("loss.routing_replay"):
+        learner.update(mini, 0)
+
+
+def test_experts_as_vllm_returns_them(undecided: Path) -> None:
+    """It has rows for all layers, zeros for those without experts, and uint16 for more than 256 experts."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module() for _ in range(3)])
+    for layer in (1, 2):
+        model.layers[layer].mlp = nn.Module()
+        model.layers[layer].mlp.experts = nn.Linear(1, 1)
+    assert layers_with_experts(model) == [1, 2]
+    for dtype, expected in ((np.uint8, torch.uint8), (np.uint16, torch.int16)):
+        rows = np.arange(5 * 3 * 2, dtype=dtype).reshape(5, 3, 2)
+        found = read_experts(rows, [1, 2])
+        assert found.dtype == expected
+        assert found.tolist() == rows[:, 1:].reshape(5, 4).tolist()
+    on_vllm = replaying(undecided, rollout={"engine": "vllm"})
+    assert engine_arguments(undecided, on_vllm, CPU)["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in engine_arguments(undecided, replaying(undecided, False), CPU)
