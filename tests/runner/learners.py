@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from builders import make_config
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.algorithms.weights import MasterWeights
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import Policy, load_policy
 
 CPU = torch.device("cpu")
@@ -54,6 +55,14 @@ def open_learner(path: str | Path, config: Config, world: World = SINGLE_PROCESS
     return Learner(policy, config, reference, critic)
 
 
+def world_of(config: Config) -> World:
+    """This process among those of the default group; alone without one."""
+    if not dist.is_initialized():
+        return SINGLE_PROCESS
+    size = dist.get_world_size()
+    return make_world(make_layout(config, size, size), dist.get_rank(), "cpu")
+
+
 def scale_weights(policy: Policy, factor: float) -> None:
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -81,11 +90,13 @@ def keep(part: MasterWeights, found: dict[str, Tensor]) -> Any:
     return hook
 
 
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+def assert_same_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, case: str = ""
+) -> None:
     """Compare each tensor by the norm of its difference."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), (case, name)
 
 
 def weights_of(learner: Learner) -> dict[str, Tensor]:

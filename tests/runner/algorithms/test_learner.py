@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config, make_prompt, random_sequences, save_model
+from builders import make_config, random_sequences, save_model
 from learners import CPU, changed, learner_of, update, weights_of
 from refusals import refused
 
 from dapo_runner.algorithms.learner import Learner, mean_of
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.packing import pack
-from dapo_runner.algorithms.weights import IN_FLIGHT, SCALE_GROWS_AFTER, MasterWeights, learning_rate
-from dapo_runner.checkpoint import load_checkpoint, save_checkpoint, take_snapshot
+from dapo_runner.algorithms.weights import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import ModelConfig, TinyModelConfig
-from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.engine import open_engine
-from dapo_runner.rollout.group_buffer import GroupBuffer
-from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.tiny_model import make_model
 
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
@@ -110,18 +106,6 @@ def test_updates_are_adamw(model_folder: Path, dtype: str, offload: bool) -> Non
         assert {x.device.type for x in learner.master.state_of(master).values()} == {"cpu"}
 
 
-def test_steps_below_the_rounding_of_bfloat16_add_up(model_folder: Path) -> None:
-    learner = learner_of(model_folder, "bfloat16", optimizer={"lr": 1e-5, "weight_decay": 0.0})
-    before = weights_of(learner)
-    (mini,) = learner.prepare(random_sequences(8))
-    for step in range(3):
-        learner.update(mini, step)
-    after = weights_of(learner)
-    moved = (after[f"master of {UP_PROJECTION}"] - before[f"master of {UP_PROJECTION}"]).abs()
-    assert 1e-5 < float(moved.median()) < 4e-5
-    assert float((after[UP_PROJECTION] == before[UP_PROJECTION]).float().mean()) > 0.5
-
-
 def test_gradients_of_micro_batches_add_up_in_float32(model_folder: Path) -> None:
     policy = load_policy(model_folder, ModelConfig(path="x", dtype="bfloat16"), CPU)
     master, weight = MasterWeights(dict(policy.model.named_parameters())), policy.head.weight
@@ -155,24 +139,6 @@ def test_gradients_on_their_way_to_the_host_are_waited_for_late_and_once() -> No
     assert waited == list(range(5))
     assert master.grad is not None
     assert master.grad.tolist() == [10, 10]
-
-
-@pytest.mark.parametrize("later", [True, False], ids=["on the host again", "beside the model"])
-def test_optimizer_states_on_the_host_are_saved_and_loaded(model_folder: Path, tmp_path: Path, later: bool) -> None:
-    """By either kind of run. The updates are those of a run that went on."""
-    config = make_config()
-    sampler = DynamicSampler(PromptCursor([make_prompt()], seed=0), GroupBuffer(config))
-
-    def train(learner: Learner, steps: range) -> list[dict[str, float]]:
-        return [learner.update(learner.prepare(random_sequences(8, seed=step))[0], step) for step in steps]
-
-    learner = learner_of(model_folder, "bfloat16", optimizer={"offload": True})
-    train(learner, range(2))
-    saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
-    resumed = learner_of(saved.model, "bfloat16", optimizer={"offload": later})
-    load_checkpoint(saved, resumed, sampler)
-    assert train(resumed, range(2, 4)) == train(learner, range(2, 4))
-    assert not changed(resumed, weights_of(learner))
 
 
 FLOAT16: dict[str, dict[str, Any]] = {
@@ -234,18 +200,6 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(model_folder: Path) -
     together = mean_of(updates)
     assert together["skipped_updates"] == 3
     assert math.isfinite(together["grad_norm"])
-
-
-def test_the_scale_is_doubled_after_400_updates_without_an_overflow(model_folder: Path) -> None:
-    learner, found = learner_of(model_folder, "float16"), []
-    (mini,) = learner.prepare(random_sequences(4))
-    for n_good in (398, 399, 0):
-        state = learner.trained.scaler.state_dict()
-        scale = {} if found else {"scale": 1024.0}
-        learner.trained.scaler.load_state_dict({**state, **scale, "_growth_tracker": n_good})
-        found.append(learner.update(mini, 0)["loss_scale"])
-    assert found == [1024.0, 1024.0, 2048.0]
-    assert SCALE_GROWS_AFTER == 400
 
 
 @pytest.mark.parametrize("fault", ["advantage", "weight", "float16"])

@@ -1,4 +1,4 @@
-"""Settings of training that do not fit each other, and what `numerics: matched` sets."""
+"""What a run of training needs beside its settings, and what `numerics: matched` sets."""
 
 from __future__ import annotations
 
@@ -11,120 +11,31 @@ import pytest
 import yaml
 from builders import make_config
 from refusals import refused
-from small import small_recipe
 
-from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
-from dapo_runner.config import (
-    Config,
-    CorrectionConfig,
-    PreferenceConfig,
-    apply_overrides,
-    check_config,
-    lay_over,
-    parse_config,
-)
+from dapo_runner.config import Config, CorrectionConfig, lay_over, parse_config
 from dapo_runner.parallel.world import Layout
-from dapo_runner.preflight.dry_run import departures, resolved_yaml, summarize
+from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.needs import check_needs
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}, "reward": {"overlong": {"cache_length": 16}}}
-MOE = {"path": "x", "tiny": None}
-ROUTED: dict[str, Any] = {"model": MOE, "loss": {"routing_replay": True}, "optimizer": {"mini_batch_size": 8}}
-ENGINE: dict[str, Any] = {"model": MOE, "loss": {"routing_replay": "engine"}, "optimizer": {"mini_batch_size": 8}}
-PAIRS: dict[str, Any] = {
-    "preference": {"pairs_per_group": 2},
-    "rollout": {"max_prompt_tokens": 4, "max_response_tokens": 12},
-    "reward": {"overlong": {"cache_length": 4}},
-    "optimizer": {"mini_batch_size": None, "token_budget": 30},
-}
-LIMITS = {"cap": 3.0, "floor": 0.5, "bound": 3.0, "lower_bound": 0.6}
-READERS = {"cap": "weights", "floor": "weights", "bound": "mask", "lower_bound": "mask"}
-
-
-def over(base: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    return base | {name: {**(base.get(name) or {}), **values} for name, values in sections.items()}
-
-
-def correction(**settings: Any) -> dict[str, Any]:
-    return {"rollout": {"correction": settings}}
-
-
-TOP = {"algorithm", "numerics"}  # no sections
-REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("rollout.correction", correction(mask="token") | {"loss": {"old_logprobs": "rollout"}}),
-    *((f"rollout.correction.{limit}", correction(**{limit: value})) for limit, value in LIMITS.items()),
-    ("rollout.correction.cap", correction(cap=3.0, mask="token")),
-    ("rollout.correction.bound", correction(bound=3.0, weights="token")),
-    ("optimizer.min_lr_ratio", {"optimizer": {"min_lr_ratio": 0.1}}),
-    ("optimizer.warmup_steps", {"optimizer": {"schedule": "linear"}, "run": {"steps": 10}}),
-    ("optimizer.offload", {"optimizer": {"offload": True}, "model": {"dtype": "float16"}}),
-    ("distillation.teacher", {"algorithm": "on_policy_distillation"}),
-    ("distillation", {"distillation": {"teacher": "x"}, "preference": {"beta": 0.1}}),
-    ("distillation", {"distillation": {"teacher": "x"}, "loss": {"objective": "gspo"}}),
-    ("distillation.beta", {"distillation": {"teacher": "x", "beta": 1.5}}),
-    ("rollout.group_size", over(PAIRS, rollout={"group_size": 3})),
-    ("optimizer.token_budget", over(PAIRS, optimizer={"token_budget": 29})),
-    ("optimizer.mini_batch_size", over(PAIRS, optimizer={"mini_batch_size": 1})),
-    ("optimizer.mini_batch_size", over(PAIRS, optimizer={"mini_batch_size": 6})),
-    ("loss.objective", over(PAIRS, loss={"objective": "gspo"})),
-    ("advantage.kind", over(PAIRS, advantage={"kind": "leave_one_out"})),
-    ("rollout.correction.weights", over(PAIRS, **correction(weights="token"))),
-    ("logging.rollouts.per_token", over(PAIRS, logging={"rollouts": {"per_token": True}})),
-    ("preference.reference", over(PAIRS, loss={"reference": "x"}, preference={"reference": "step"})),
-    ("preference.label_smoothing", over(PAIRS, preference={"label_smoothing": 0.1, "loss_type": "ipo"})),
-    ("loss.old_logprobs", over(ROUTED, loss={"old_logprobs": "rollout"})),
-    ("loss.routing_replay", over(ROUTED, optimizer={"mini_batch_size": None})),
-    ("model.compile", over(ROUTED, model={"compile": True})),
-    ("model.tiny", over(ROUTED, model={"path": None, "tiny": {}})),
-    ("preference", over(ROUTED, preference={})),
-    ("loss.routing_replay", over(ENGINE, rollout={"engine": "server"})),
-    ("loss.routing_replay", over(ENGINE, advantage={"segments": {"kind": "chain"}})),
-    ("loss.routing_replay", over(ENGINE, env={"tools": ["trl_counter:increment"]})),
-    ("rollout.sampling_mask", {"numerics": "matched", "rollout": {"min_p": 0.1}}),
-]
-UNTRAINABLE: list[tuple[str, dict[str, Any]]] = [
-    ("dapo2", {"objective": "dapo2"}),
-    ("clip_hihg", {"overrides": {"clip_hihg": 0.3}}),
-    ("clip_high", {"overrides": {"clip_high": -1}}),
-    ("loss.reference", {"reference": "some/model"}),
-]
-
-
-@pytest.mark.parametrize(("key", "sections"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_settings_that_do_not_fit_are_refused(key: str, sections: dict[str, Any]) -> None:
-    with refused(key):
-        check_config(make_config(**sections) if sections.keys().isdisjoint(TOP) else parse_config(SMALL | sections))
-
-
-@pytest.mark.parametrize(("key", "loss"), UNTRAINABLE, ids=[key for key, _ in UNTRAINABLE])
-def test_an_objective_that_cannot_be_trained_is_refused(key: str, loss: dict[str, Any]) -> None:
-    with refused(key):
-        resolve_objective(make_config(loss=loss))
-
-
-@pytest.mark.parametrize("limit", LIMITS)
-def test_a_limit_with_its_reader_and_a_default_that_is_spelled_out_are_fine(limit: str) -> None:
-    """A run's own copy of its configuration spells out the defaults."""
-    for settings in ({limit: LIMITS[limit], READERS[limit]: "token"}, {limit: getattr(CorrectionConfig(), limit)}):
-        assert make_config(**correction(**settings)).rollout.correction.enabled == (len(settings) == 2)
 
 
 def test_needs_of_a_run(model_folder: Path) -> None:
     """AdamW on the host has one process; a model whose routing is replayed has experts."""
     with refused("optimizer.offload"):
         check_needs(make_config(optimizer={"offload": True}), Layout(size=2, shard=2))
+    model, replay = {"path": str(model_folder), "tiny": None}, {"routing_replay": True}
     with refused("loss.routing_replay"):
-        check_needs(make_config(**over(ROUTED, model={"path": str(model_folder)})))
+        check_needs(make_config(model=model, loss=replay, optimizer={"mini_batch_size": 8}))
 
 
-def test_algorithm_dpo() -> None:
-    config = parse_config(apply_overrides(small_recipe(), ["algorithm=dpo", "optimizer.mini_batch_size=256"]))
-    assert config.preference == PreferenceConfig()
-    assert (config.sampler.filter_groups, config.reward.overlong.soft_punishment) == (False, False)
-    assert (config.mini_batch_size, config.updates_per_step) == (8, 1)
-    assert departures(config) == ["optimizer.mini_batch_size=256 (dpo: null)"]
+@pytest.mark.parametrize("limit", ["cap", "floor", "bound", "lower_bound"])
+def test_a_default_of_what_is_off_may_be_spelled_out(limit: str) -> None:
+    """As in a run's own copy of its configuration."""
+    settings = {limit: getattr(CorrectionConfig(), limit)}
+    assert not make_config(rollout={"correction": settings}).rollout.correction.enabled
 
 
 def matched(**sections: Any) -> Config:

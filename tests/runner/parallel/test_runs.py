@@ -1,58 +1,119 @@
-"""A whole run on several ranks: the groups that one process accepts, its figures, one writer."""
+"""Whole runs on several ranks: they begin as on one process, and survive a rank that is killed or fails."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import secrets
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import torchrun
-from small import write_recipe
+import torch
+from fake_nccl import MEET, FileGroup, join
+from fake_server import GENERATE, FakeServer
+from ranks import on_ranks
+from safetensors.torch import load_file
+from sft_runs import steps_of, write_sft_recipe
+from small import SEGMENTS, write_recipe
 from talkers import ROOM
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints
+from dapo_runner.cli import main
+from dapo_runner.config import load_config
 from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.rollout_log import read_step
+from dapo_runner.rollout import nccl
+from dapo_runner.run.tiny_model import ensure_tiny_model
 
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "2 ranks": (2, []),
-    "2 ranks that share positions": (2, ["parallel.sequence=2"]),
-    "4 ranks, 2 replicas": (4, ["parallel.replicate=2"]),
-}
+EPISODES = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]
+JUDGE = ["reward.judge.answers=['5','8']", "reward.judge.template='{reference}={response}?'", "reward.kind=judge"]
+STEPS, KILLED_IN, FAILS_IN = 4, 3, 3
+Command = list[str]
 
 
-def run(folder: Path, n: int, *overrides: str) -> list[dict[str, Any]]:
-    recipe = write_recipe(folder, steps=2, save_every=0)
-    done = torchrun(n, "-m", "dapo_runner", "train", recipe, f"run.name=on{n}", *overrides)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("step 2/2") == 1  # one of the ranks talks
-    return read_log(folder / "runs" / f"on{n}" / "metrics.jsonl")
+def run_all(rank: int, commands: list[Command]) -> None:
+    for command in commands:
+        assert main(command) == 0, command
+
+
+def refuse(rank: int, command: Command) -> None:
+    assert main(command) == 2
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("alone"), 1)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that small runs start from."""
+    folder = tmp_path_factory.mktemp("warm")
+    return ensure_tiny_model(load_config(write_recipe(folder)), folder / "model", lambda line: None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_begins_as_on_one(alone: list[dict[str, Any]], tmp_path: Path, layout: str) -> None:
-    n, overrides = LAYOUTS[layout]
-    check_beginning(run(tmp_path, n, *overrides), alone)
+def command_of(folder: Path, name: str, model: Path, *overrides: str, **run: Any) -> Command:
+    recipe = write_recipe(folder, **{"steps": 2, "save_every": 0, **run})
+    return ["train", str(recipe), f"run.name={name}", "model.tiny=null", f"model.path={model}", *overrides]
 
 
-def test_episodes_begin_as_on_one(tmp_path: Path) -> None:
-    settings = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]
-    one, two, shared = (run(tmp_path, *layout, *settings) for layout in ((1,), (2,), (4, "parallel.sequence=2")))
-    assert two[1]["batch/turns"] > 1.2
-    check_beginning(two, one)
-    check_beginning(shared, one)
+def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return read_log(folder / "runs" / name / "metrics.jsonl")
+
+
+def test_runs_begin_as_on_one_process(tmp_path: Path, warm: Path, model_folder: Path) -> None:
+    """The same evaluation, samples and first step. Segments are the same whichever engine sampled them. What is
+    distilled from the verdicts of judges on ranks is what one process has.
+    """
+    judge = [*JUDGE, f"reward.judge.model={model_folder}", "sampler.filter_on=reward"]
+    kinds = {"plain": [], "episodes": EPISODES, "judge": judge, **SEGMENTS}
+    kinds = {kind: ["model.dtype=float32", *overrides] for kind, overrides in kinds.items()}
+    layouts: list[tuple[int, str, list[str]]] = [
+        *((2, kind, []) for kind in kinds),
+        (2, "plain", ["parallel.sequence=2"]),
+        (4, "plain", ["parallel.replicate=2"]),
+        (4, "episodes", ["parallel.sequence=2"]),
+    ]
+    for kind, overrides in kinds.items():
+        assert main(command_of(tmp_path, kind, warm, *overrides)) == 0
+    verdicts = tmp_path / "runs" / "judge" / "verdicts.jsonl"
+    sections = {
+        "run": {"output_dir": str(tmp_path / "runs"), "eval_every": 0},
+        "data": {"eval_size": 5, "judge": {"template": "{reference}={response}?"}},
+        "optimizer": {"mini_batch_size": 8, "warmup_steps": 1},
+    }
+    sft = ["sft", str(write_sft_recipe(model_folder, verdicts, tmp_path / "sft.yaml", **sections))]
+    assert main([*sft, "run.name=imitated"]) == 0
+    for n in (2, 4):
+        commands = [
+            command_of(tmp_path, f"{kind} on {n}{''.join(layout)}", warm, *kinds[kind], *layout)
+            for size, kind, layout in layouts
+            if size == n
+        ]
+        if n == 2:
+            commands += [[*sft, f"run.name=imitated by {k}", f"parallel.sequence={k}"] for k in (1, 2)]
+        on_ranks(n, run_all, commands)
+    for n, kind, layout in layouts:
+        check_beginning(events_of(tmp_path, f"{kind} on {n}{''.join(layout)}"), events_of(tmp_path, kind))
+    for kind in SEGMENTS:
+        one, other = (segments_of(tmp_path / "runs" / name) for name in (kind, f"{kind} on 2"))
+        assert one == other
+    assert events_of(tmp_path, "episodes")[1]["batch/turns"] > 1.2
+    check_verdicts(tmp_path / "runs")
+    for k in (1, 2):
+        for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+            found, expected = (steps_of(tmp_path / "runs" / name, metric) for name in (f"imitated by {k}", "imitated"))
+            assert found == pytest.approx(expected, rel=1e-4)
 
 
 def check_beginning(events: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     assert [(event["kind"], event["step"]) for event in events] == [(event["kind"], event["step"]) for event in alone]
-    assert events[0] == alone[0]  # the evaluation before the first step
+    assert events[0] == pytest.approx(alone[0])  # the evaluation before the first step
     first, expected = events[1], alone[1]
     assert first.keys() == expected.keys()
     for key, value in expected.items():
-        if key.startswith(("sampling/", "reflection/")):
+        if key.startswith(("sampling/", "reflection/", "segments/")):
             assert first[key] == value, key
         elif key.startswith("train/rollout_gap"):  # rounding alone
             assert max(first[key], value) < 1e-4, key
@@ -60,10 +121,191 @@ def check_beginning(events: list[dict[str, Any]], alone: list[dict[str, Any]]) -
             assert first[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
 
 
-def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, steps=1)
-    done = torchrun(2, "-m", "dapo_runner", "train", recipe, "parallel.sequence=2", "model.tiny.heads=1")
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("dapo: ")]
-    assert said == ["dapo: parallel.sequence: expected a divisor of the model's 1 attention heads, got 2"]
+def segments_of(run: Path) -> list[Any]:
+    groups = read_step(run / "rollouts" / "step_000001.jsonl.gz").groups
+    return [(sample["response"], sample["segments"]) for group in groups for sample in group["samples"]]
+
+
+def check_verdicts(runs: Path) -> None:
+    """Each rank judges a part, as one process does."""
+
+    def read(name: str) -> dict[Any, float]:
+        rows = [json.loads(line) for line in (runs / name).read_text().splitlines()]
+        return {(row["problem"], row["response"]): row["confidence"] for row in rows}
+
+    alone, *ranks = map(read, ("judge/verdicts.jsonl", "judge on 2/verdicts.jsonl", "judge on 2/verdicts_rank_1.jsonl"))
+    for found in ranks:
+        common = alone.keys() & found.keys()
+        assert len(common) > 4
+        assert [found[question] for question in common] == pytest.approx([alone[question] for question in common])
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused(tmp_path: Path, warm: Path) -> None:
+    on_ranks(3, refuse, command_of(tmp_path, "odd", warm, "parallel.sequence=3"))  # of two heads
     assert not (tmp_path / "runs").exists()
+
+
+def failing(prompts: Any, completions: Any, rows: Any) -> list[float]:
+    """A reward that fails on rank 1, in the third call of a run."""
+    failing.calls = getattr(failing, "calls", 0) + 1  # type: ignore[attr-defined]
+    if os.environ["RANK"] == "1" and failing.calls == FAILS_IN:  # type: ignore[attr-defined]
+        Path(os.environ["DAPO_TEST_FAILED"]).touch()
+        raise ValueError("unwell")
+    return [float(len(completion.text) % 2) for completion in completions]
+
+
+def die_in_a_write(rank: int, command: Command) -> None:
+    """Rank 1 kills itself inside a write of the third checkpoint."""
+    write, calls = HuggingFaceStorageWriter.write_data, iter(range(1, 100))
+
+    def deadly(self: Any, *arguments: Any) -> Any:
+        if next(calls) == KILLED_IN and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(self, *arguments)
+
+    HuggingFaceStorageWriter.write_data = deadly  # type: ignore[method-assign]
+    main(command)
+
+
+def fail_beside_a_save(rank: int, command: Command, failed: Path) -> None:
+    """The save of the step before is not finished when rank 1 fails."""
+    os.environ["DAPO_TEST_FAILED"] = str(failed)
+    write, calls = HuggingFaceStorageWriter.write_data, iter(range(1, 100))
+
+    def late(self: Any, *arguments: Any) -> Any:
+        deadline = time.monotonic() + 300
+        while next(calls) == FAILS_IN - 1 and not failed.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return write(self, *arguments)
+
+    HuggingFaceStorageWriter.write_data = late  # type: ignore[method-assign]
+    assert main(command) == 1
+
+
+def test_no_step_is_lost(tmp_path: Path, warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is killed in a write and resumed is that of one that was not, byte for byte; so is one that saves in
+    the background. Where one rank fails, the steps before are saved.
+    """
+    options: dict[str, Any] = {"steps": STEPS, "save_every": 1, "eval_every": 0}
+    background, runs = "run.async_save=true", tmp_path / "runs"
+    commands = {
+        name: command_of(tmp_path, name, warm, "model.dtype=float32", **options) for name in ("whole", "killed")
+    }
+    commands["background"] = command_of(tmp_path, "background", warm, "model.dtype=float32", background, **options)
+    on_ranks(2, run_all, [commands["whole"], commands["background"]])
+    equal_runs(runs / "background", runs / "whole")
+    with pytest.raises(Exception, match="SIGKILL"):
+        on_ranks(2, die_in_a_write, [*commands["killed"], background])
+    found = checkpoint_to_resume(runs / "killed" / "checkpoints")
+    assert found is not None
+    assert found.step == KILLED_IN - 1
+    on_ranks(2, run_all, [commands["killed"]])
+    equal_runs(runs / "killed", runs / "whole")
+
+    unwell = [f"reward.kind={__name__}:failing", "sampler.filter_groups=false"]
+    command = command_of(tmp_path, "unwell", warm, *unwell, background, **options)
+    on_ranks(2, fail_beside_a_save, command, tmp_path / "failed")
+    assert [found.step for found in find_checkpoints(runs / "unwell" / "checkpoints")] == [1, 2]
+
+    assert main([*commands["whole"], f"run.steps={STEPS + 1}"]) == 0
+    changes = read_log(runs / "whole" / "changes.jsonl")
+    assert {"step": STEPS, "kind": "change", "key": "ranks", "before": 2, "after": 1} in changes
+    assert "2 → 1" in capsys.readouterr().out
+    assert [event["step"] for event in events_of(tmp_path, "whole")] == list(range(1, STEPS + 2))
+
+
+def equal_runs(one: Path, other: Path) -> None:
+    """The same bytes of metrics, and of the tensors of the last checkpoint."""
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    ours, theirs = (checkpoint_to_resume(run / "checkpoints") for run in (one, other))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.step == theirs.step == STEPS
+    files = [path.relative_to(theirs.path) for path in theirs.path.rglob("*.safetensors")]
+    assert len(files) == 4
+    for file in files:
+        expected, got = load_file(theirs.path / file), load_file(ours.path / file)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items()), file
+    assert len(list((one / "checkpoints").iterdir())) == 2
+
+
+def by_nccl(rank: int, groups: Path, command: Command) -> None:
+    """With files in NCCL's place."""
+    FileGroup.folder = groups
+    nccl.Group = FileGroup  # type: ignore[assignment,misc]
+    nccl.make_unique_id = lambda: secrets.token_hex(64).encode()
+    nccl.NCCLTransfer.check = lambda config: None
+    assert main(command) == 0
+
+
+def serving(folder: Path, name: str, model: Path, servers: list[FakeServer], *more: str, **run: Any) -> Command:
+    overrides = ["sampler.filter_groups=false", "rollout.engine=server", "rollout.max_response_tokens=6"]
+    overrides += [f"rollout.server.urls=[{', '.join(server.url for server in servers)}]"]
+    overrides += [f"rollout.server.folder={folder}", "model.dtype=float32", *more]
+    return command_of(folder, name, model, *overrides, **{"eval_every": 0, **run})
+
+
+def lose(servers: list[FakeServer]) -> None:
+    """Every ninth request to the first server kills the second, which comes back."""
+    count = itertools.count()
+
+    def lost_and_back(body: dict[str, Any]) -> None:
+        if next(count) % 9 == 7 and servers[1].alive:
+            servers[1].kill()
+            servers[1].start()
+
+    servers[0].hooks[GENERATE] = lost_and_back
+
+
+@pytest.mark.parametrize("transfer", ["files", "nccl"])
+def test_ranks_share_servers_one_of_which_is_lost(
+    tmp_path: Path, model_folder: Path, servers: list[FakeServer], transfer: str
+) -> None:
+    """Each rank asks for its share. By NCCL, a server that is back meets rank 0 anew before any rank asks it."""
+    assert main(serving(tmp_path, "alone", model_folder, servers)) == 0
+    command = serving(tmp_path, "shared", model_folder, servers)
+    if transfer == "nccl":
+        for server in servers:
+            join(server, tmp_path / "groups")
+        lose(servers)
+        on_ranks(2, by_nccl, tmp_path / "groups", [*command, "rollout.server.transfer=nccl"])
+        assert servers[0].seen(MEET) == 1 < servers[1].seen(MEET)
+    else:
+        lose(servers)
+        on_ranks(2, run_all, [command])
+    events, alone = events_of(tmp_path, "shared"), events_of(tmp_path, "alone")
+    assert [(event["kind"], event["step"]) for event in events] == [("step", 1), ("step", 2)]
+    for event, other in zip(events, alone, strict=True):
+        sampling = {key: value for key, value in other.items() if key.startswith("sampling/")}
+        assert {key: event[key] for key in sampling} == pytest.approx(sampling, rel=1e-6)
+        assert event["sync/gap"] < 1e-5
+    assert not list(tmp_path.glob("dapo-*"))
+
+
+def test_asynchronous_rollouts_of_two_ranks(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    """Rank 0 alone asks for the training prompts, and both train on what it gets, also after a resume."""
+    asynchronous = ["rollout.max_staleness=1", "rollout.correction.weights=token", "sampler.max_age=1"]
+    asked = list[bool]()
+    for server in servers:
+        server.hooks[GENERATE] = lambda body: asked.append(body.get("priority", -1) >= 0)
+    options = {"steps": 3, "eval_every": 3, "save_every": 1}
+    command = serving(tmp_path, "ahead", model_folder, servers, *asynchronous, **options)
+
+    def steps() -> list[dict[str, Any]]:
+        on_ranks(2, run_all, [command])
+        events = events_of(tmp_path, "ahead")
+        assert [event["step"] for event in events if event["kind"] == "eval"] == [0, 3]
+        return [event for event in events if event["kind"] == "step"]
+
+    first, n_asked = steps(), sum(asked)
+    assert n_asked == sum(step["sampling/groups"] for step in first)
+    shutil.rmtree(tmp_path / "runs" / "ahead" / "checkpoints" / "step_000003")
+    again = steps()
+    assert again[:2] == first[:2]
+    assert [step["step"] for step in again] == [1, 2, 3]
+    for step in again:
+        assert step["sync/gap"] < 1e-5
+        assert step["batch/age_max"] <= 1
+        assert 0 < step["train/rollout_ess"] <= 1
+    assert sum(asked) - n_asked == again[2]["sampling/groups"]

@@ -1,68 +1,97 @@
-"""Ranks that are in this together: what fails on one fails on all, and who does what does not depend on who asks."""
+"""Ranks and their communication: what fails on one fails on all, and a rank that is lost is named."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from builders import make_config
 from hypothesis import given
 from hypothesis import strategies as st
-from launch import torchrun
+from ranks import on_ranks
 from refusals import refused
 
-from dapo_runner.config import Config
+from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.balance import sequence_cost, spread
-from dapo_runner.parallel.world import SINGLE_PROCESS, Layout, make_layout
+from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
+from dapo_runner.parallel.watch import RankLostError
+from dapo_runner.parallel.world import SINGLE_PROCESS, Layout, RankError, World, make_layout, open_world
 
-PROGRAM = """
-import json, os, sys, time
-from builders import make_config
-from dapo_runner.parallel.world import open_world
-world = open_world(make_config(parallel={"timeout": 20.0}))
-own, told = [], []
+HEADS = [(12, 3), (8, 2), (8, 4), (8, 8), (12, 6), (12, 12)]  # of queries, of keys: divisors of 4, multiples, neither
 
-def work():
+
+class UnpicklableError(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def fail_on_one(world: World, kind: type[Exception]) -> int:
     if world.rank == 1:
-        raise ValueError("not today")
-    return world.rank
-
-for ask in (world.run_and_gather, world.run_or_raise_everywhere, world.run_on_rank0, world.broadcast_from_rank0):
-    try:
-        told.append(ask(work))
-    except ValueError as error:
-        told.append(str(error))
-told += [world.all_gather_object(world.rank * 10), world.any(world.rank == 2), world.any(False)]
-told += [world.broadcast_from_rank0(lambda: world.rank)]
-with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
-    json.dump(told, file)
-os._exit(0)
-"""
+        raise kind(3, 4) if kind is UnpicklableError else kind("not today")
+    return 10 * world.rank
 
 
-def test_what_one_rank_raises_all_raise(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = torchrun(3, program, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(3):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
-        kept = 0 if rank == 0 else None
-        assert told == ["not today", "not today", kept, 0, [0, 10, 20], True, False, 0]
-
-
-def test_alone_nothing_is_asked_of_anybody() -> None:
-    assert SINGLE_PROCESS.run_and_gather(lambda: 5) == [5]
-    assert (
-        SINGLE_PROCESS.broadcast_from_rank0(lambda: 6),
-        SINGLE_PROCESS.run_on_rank0(lambda: 7),
-        SINGLE_PROCESS.run_or_raise_everywhere(lambda: 8),
-    ) == (6, 7, 8)
-    assert not SINGLE_PROCESS.any(False)
+def communicate(rank: int) -> None:
+    """Each method, alone with what it returns and with what it does when rank 1 fails."""
+    world, group = open_world(make_config()), dist.group.WORLD
+    assert (world.rank, world.size, world.is_main) == (rank, 4, rank == 0)
+    main_only = 0 if rank == 0 else None
+    assert world.all_gather_object(rank) == [0, 1, 2, 3]
+    assert (world.any(rank == 2), world.any(False)) == (True, False)
+    assert world.scatter_from_rank0([4, 5, 6, 7] if rank == 0 else []) == 4 + rank
+    assert world.run_and_gather(lambda: rank) == [0, 1, 2, 3]
+    assert world.run_or_raise_everywhere(lambda: rank) == rank
+    assert world.run_and_gather_on_rank0(lambda: rank) == ([0, 1, 2, 3] if rank == 0 else [])
+    assert world.run_on_rank0(lambda: fail_on_one(world, ValueError)) == main_only
+    assert world.broadcast_from_rank0(lambda: fail_on_one(world, ValueError)) == 0
+    assert world.new_group(60.0).all_gather_object(rank) == [0, 1, 2, 3]
+    for method in (world.run_and_gather, world.run_or_raise_everywhere):
+        for kind, told in ((ValueError, ValueError), (UnpicklableError, UnpicklableError if rank == 1 else RankError)):
+            with pytest.raises(told):
+                method(lambda kind=kind: fail_on_one(world, kind))  # type: ignore[misc]
+    with pytest.raises(RankError) if rank == 0 else open(os.devnull):
+        assert world.run_and_gather_on_rank0(lambda: fail_on_one(world, UnpicklableError)) == []
     with pytest.raises(ZeroDivisionError):
-        SINGLE_PROCESS.run_or_raise_everywhere(lambda: 1 // 0)
+        world.broadcast_from_rank0(lambda: 1 // 0)
+
+    assert group is not None
+    for n_query, n_key in HEADS:  # each query head is beside its key head
+        positions = torch.arange(2 * rank, 2 * rank + 2)[:, None]
+        query = (100 * positions + torch.arange(n_query))[:, :, None].float()  # which position and head it is
+        key = (100 * positions + torch.arange(n_key))[:, :, None].float()
+        own_query, own_key, own_value = heads_from_positions(query, key, -key, group)
+        n_own = n_query // 4
+        heads, everywhere = torch.arange(rank * n_own, (rank + 1) * n_own), 100 * torch.arange(8)[:, None]
+        torch.testing.assert_close(own_query[:, :, 0], (everywhere + heads).float())
+        beside = own_key[:, :, 0].repeat_interleave(n_own // own_key.shape[1], dim=1)  # as attention does
+        torch.testing.assert_close(beside, (everywhere + heads // (n_query // n_key)).float())
+        torch.testing.assert_close(own_value, -own_key)
+        torch.testing.assert_close(positions_from_heads(own_query, group), query)
+        assert own_key.shape[1] == max(n_key // 4, 1) or n_key % 4
+
+    open_world(make_config(parallel={"replicate": 2, "sequence": 2}))  # also of several worlds in one process
+    with refused("parallel.replicate"):
+        open_world(make_config(parallel={"replicate": 3}))
+
+
+def test_ranks_communicate() -> None:
+    on_ranks(4, communicate)
+
+
+def test_a_single_process_asks_nobody() -> None:
+    world = SINGLE_PROCESS
+    assert (world.run_and_gather(lambda: 5), world.run_and_gather_on_rank0(lambda: 5)) == ([5], [5])
+    assert world.broadcast_from_rank0(lambda: 6) == world.run_on_rank0(lambda: 6) == 6
+    assert (world.name, world.any(False), world.n_engines, world.data_size) == ("", False, 1, 1)
+    with pytest.raises(ZeroDivisionError):
+        world.run_or_raise_everywhere(lambda: 1 // 0)
 
 
 @given(st.lists(st.integers(1, 20_000), max_size=40), st.integers(1, 9))
@@ -87,68 +116,71 @@ def config(**parallel: object) -> Config:
 def test_layouts() -> None:
     assert make_layout(config(), 4, 4) == Layout(4, shard=4)
     assert make_layout(config(replicate=2, sequence=2), 8, 4) == Layout(8, shard=4, sequence=2)
-    assert make_layout(config(replicate=2), 8, 4).replicate == 2
     assert make_layout(config(gpus=8, replicate=2, rollout_tensor=4), 8, 4).rollout_tensor == 4
+    world = World(rank=5, layout=Layout(8, shard=4, sequence=2, rollout_tensor=4))
+    assert (world.layout.replicate, world.data_size, world.data_rank, world.n_engines, world.engine) == (2, 4, 2, 2, 1)
+    assert (world.is_engine_leader, World(rank=4, layout=world.layout).is_engine_leader) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["gpus", "replicate", "sequence", "rollout_tensor"])
+def test_a_layout_that_does_not_fit_is_refused(name: str) -> None:
+    with refused(f"parallel.{name}"):
+        make_layout(config(**{name: {"gpus": 8, "rollout_tensor": 4}.get(name, 3)}), 4, 2)
+
+
+def test_several_processes_without_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused("parallel.gpus"):
+        open_world(config(gpus=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
+        open_world(config())
+
+
+def lose_rank_1(rank: int, how: str, folder: Path) -> None:
+    if rank != 1:  # as a run, which the signal of a launcher does not end at once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    world = open_world(make_config(parallel={"timeout": 3.0}))
+    quick = world.new_group(3.0 if how == "stuck" else 60.0)  # the ranks' own group waits for minutes
+    assert world.watch is not None
+    world.watch.set_phase("rollout")
+    try:
+        if rank == 1:
+            if how == "stuck":
+                wait_for(lambda: len(list(folder.iterdir())) == 2)
+            if how == "raises":
+                raise KeyError("no such thing")
+            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else os._exit(7)
+        world.watch.set_phase("wait")
+        quick.all_gather_object(1)
+    except Exception as error:
+        told = world.watch.explain(error)
+        if rank != 1:
+            is_first = world.watch.is_first_to_print(str(told))
+            found = (type(told).__name__, str(told), is_first)
+            (folder / f"half-{rank}").write_text(json.dumps(found))
+            (folder / f"half-{rank}").rename(folder / str(rank))
+            wait_for(lambda: (folder / str(2 - rank)).exists())  # which looks at this rank too
+        os._exit(1)
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 300
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
-    "parallel",
-    [{"gpus": 8}, {"replicate": 3}, {"sequence": 3}, {"rollout_tensor": 4}],
-    ids=lambda parallel: next(iter(parallel)),
+    ("how", "part"),
+    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("exits", "'rollout'"), ("raises", "KeyError: 'no such thing'")],
 )
-def test_a_layout_that_does_not_fit_is_refused(parallel: dict[str, int]) -> None:
-    with refused(f"parallel.{next(iter(parallel))}"):
-        make_layout(config(**parallel), 4, 2)
-
-
-def test_an_engine_that_shares_nothing_is_not_shared() -> None:
-    with refused("parallel.rollout_tensor"):
-        make_layout(make_config(parallel={"rollout_tensor": 2}), 2, 2)
-
-
-STUCK = """
-import os, signal, sys, time
-from builders import make_config
-from dapo_runner.parallel.world import open_world
-world = open_world(make_config(parallel={"timeout": 3.0}))
-world.watch.set_phase("rollout")
-if world.rank != 1:  # as a run, which torchrun's signal does not end at once
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-try:
-    if world.rank == 1:
-        if sys.argv[1] == "stuck":
-            time.sleep(60)
-        if sys.argv[1] == "raises":
-            raise KeyError("no such thing")
-        if sys.argv[1] == "exits":
-            os._exit(7)
-        os.kill(os.getpid(), 9)
-    world.watch.set_phase("wait")
-    world.all_gather_object(1)
-except Exception as error:
-    told = world.watch.explain(error)
-    if world.watch.is_first_to_print(str(told)):
-        print(f"TOLD {told}", flush=True)
-    os._exit(1)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("stuck", "does not answer"),
-        ("killed", "ended in 'rollout'"),
-        ("exits", "ended in 'rollout'"),
-        ("raises", "stopped: KeyError: 'no such thing'"),
-    ],
-)
-def test_who_is_lost_is_named_once(tmp_path: Path, how: str, message: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(STUCK)
-    begun = time.monotonic()
-    done = torchrun(3, program, how)
-    assert done.returncode != 0
-    assert time.monotonic() - begun < 45
-    told = [line for line in done.stdout.splitlines() if line.startswith("TOLD rank 1 on ")]
-    assert len(told) == 1, done.stdout + done.stderr[-2000:]
-    assert message in told[0]
+def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) -> None:
+    """By the first of the others to print."""
+    with pytest.raises(Exception, match=r"process \d"):
+        on_ranks(3, lose_rank_1, how, tmp_path)
+    wait_for(lambda: {path.name for path in tmp_path.iterdir()} == {"0", "2"})
+    found = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    for kind, message, _ in found:
+        assert kind == RankLostError.__name__
+        assert message.startswith("rank 1 on ")
+        assert part in message
+    assert sorted(is_first for *_, is_first in found) == [False, True]

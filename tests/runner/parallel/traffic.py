@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from builders import make_config
-from gradients import open_case
+from learners import world_of
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
@@ -22,7 +22,7 @@ from dapo_runner.preflight.simulate import Observer, full_mini_batch
 
 def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
     config = make_config(**case)
-    world = open_case(config)
+    world = world_of(config)
     learner = Learner(load_policy(path, config.model, torch.device("cpu"), world=world), config)
     mini = full_mini_batch(config, world)
     gathered_once = not config.parallel.reshard_after_forward
