@@ -19,6 +19,7 @@ from dapo_runner.errors import ConfigError
 GAE = "advantage.kind=gae critic={}"
 CHAIN, TREE = "advantage.segments.kind=chain", "advantage.segments.kind=tree"
 PAIRS = "preference={} advantage.kind=group_std"
+ROUTED = "loss.routing_replay=true model={path: m, tiny: null} optimizer.mini_batch_size=8"
 VLLM, SERVER = "rollout.engine=vllm", "rollout.engine=server"
 REFUSED = [  # overrides, the setting that is named, what else the message has
     ("optimizer.lrr=1", "optimizer.lrr", "'lr'", "warmup_steps"),
@@ -96,6 +97,32 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     ("rollout.top_p=0.9 rollout.max_mismatch_kl=1", "rollout.sampling_mask", "max_mismatch_kl"),
     ("loss.routing_replay=trainer model={path: m} optimizer.mini_batch_size=null", "loss.routing_replay", "trainer"),
     (f"loss.routing_replay=engine model={{path: m, tiny: null}} {SERVER}", "loss.routing_replay", "server"),
+    ("rollout.correction.mask=token loss.old_logprobs=rollout", "rollout.correction", "loss.old_logprobs"),
+    ("rollout.correction.cap=3", "rollout.correction.cap", "weights"),
+    ("rollout.correction={floor: 0.5, mask: token}", "rollout.correction.floor", "weights"),
+    ("rollout.correction.lower_bound=0.6", "rollout.correction.lower_bound", "mask"),
+    ("rollout.correction={bound: 3, weights: token}", "rollout.correction.bound", "mask"),
+    ("optimizer.min_lr_ratio=0.1", "optimizer.min_lr_ratio", "optimizer.schedule"),
+    ("optimizer.offload=true model.dtype=float16", "optimizer.offload", "model.dtype"),
+    ("algorithm=on_policy_distillation", "distillation.teacher"),
+    ("distillation.teacher=x preference.beta=0.1", "distillation", "preference"),
+    ("distillation.teacher=x loss.objective=gspo", "distillation", "loss.objective"),
+    ("distillation={teacher: x, beta: 1.5}", "distillation.beta", "1.5"),
+    (f"{PAIRS} optimizer.token_budget=189", "optimizer.token_budget", "190", "189"),
+    (f"{PAIRS} optimizer.mini_batch_size=1", "optimizer.mini_batch_size", "preference"),
+    (f"{PAIRS} loss.objective=gspo", "preference", "loss.objective"),
+    ("preference={} advantage.kind=leave_one_out", "preference", "advantage.kind"),
+    (f"{PAIRS} rollout.correction.weights=token", "preference", "rollout.correction.weights"),
+    (f"{PAIRS} logging.rollouts.per_token=true", "preference", "logging.rollouts.per_token"),
+    ("preference.reference=step loss.reference=x", "preference.reference", "loss.reference"),
+    ("preference={label_smoothing: 0.1, loss_type: ipo}", "preference.label_smoothing", "loss_type"),
+    (f"{ROUTED} loss.old_logprobs=rollout", "loss.routing_replay", "loss.old_logprobs"),
+    (f"{ROUTED} model.compile=true", "loss.routing_replay", "model.compile"),
+    (f"{ROUTED} preference={{}}", "preference", "loss.routing_replay"),
+    ("loss.routing_replay=true optimizer.mini_batch_size=8", "loss.routing_replay", "model.tiny"),
+    ("loss.routing_replay=engine model={path: m, tiny: null} advantage.segments.kind=chain", "loss.routing_replay"),
+    ("loss.routing_replay=engine model={path: m, tiny: null} env.tools=[a:b]", "loss.routing_replay", "env"),
+    ("numerics=matched rollout.min_p=0.1", "rollout.sampling_mask"),
     ("advantage.kind=magic", "advantage.kind", "module:function", "magic"),
     ("advantage.turn_gamma=0.9", "advantage.turn_gamma", "env"),
     ("advantage.gamma=0.9", "advantage.gamma", "advantage.kind"),
