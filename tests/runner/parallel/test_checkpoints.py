@@ -129,7 +129,7 @@ def fail(models: Path, case: str, folder: Path, n: int) -> list[tuple[list[str],
 
     save_checkpoint(folder, 1, learner, take_snapshot(sampler), keep=1)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for most in (0, 60_000):
+    for most in (0, 20_000):
         for in_background in (False, True):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]) if learner.world.rank == 1 else unlimited)
             with pytest.raises(CheckpointError) as caught:

@@ -33,7 +33,7 @@ from dapo_runner.run.tiny_model import ensure_tiny_model
 
 EPISODES = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]
 JUDGE = ["reward.judge.answers=['5','8']", "reward.judge.template='{reference}={response}?'", "reward.kind=judge"]
-STEPS, KILLED_IN, FAILS_IN = 4, 3, 3
+STEPS, KILLED_IN = 4, 3
 Command = list[str]
 
 
@@ -50,7 +50,7 @@ def refuse(rank: int, command: Command) -> None:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that small runs start from."""
     folder = tmp_path_factory.mktemp("warm")
-    return ensure_tiny_model(load_config(write_recipe(folder)), folder / "model", lambda line: None)
+    return ensure_tiny_model(load_config(write_recipe(folder), ROOM), folder / "model", lambda line: None)
 
 
 def command_of(folder: Path, name: str, model: Path, *overrides: str, **run: Any) -> Command:
@@ -146,10 +146,11 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(tmp_path: Path, warm: P
 
 
 def failing(prompts: Any, completions: Any, rows: Any) -> list[float]:
-    """A reward that fails on rank 1, in the third call of a run."""
-    failing.calls = getattr(failing, "calls", 0) + 1  # type: ignore[attr-defined]
-    if os.environ["RANK"] == "1" and failing.calls == FAILS_IN:  # type: ignore[attr-defined]
-        Path(os.environ["DAPO_TEST_FAILED"]).touch()
+    """A reward that fails on rank 1 from when the second checkpoint is being written."""
+    failed = Path(os.environ["DAPO_TEST_FAILED"])
+    is_writing = any(failed.parent.glob("runs/unwell/checkpoints/step_000002*"))
+    if os.environ["RANK"] == "1" and (is_writing or failed.exists()):
+        failed.touch()
         raise ValueError("unwell")
     return [float(len(completion.text) % 2) for completion in completions]
 
@@ -168,13 +169,13 @@ def die_in_a_write(rank: int, command: Command) -> None:
 
 
 def fail_beside_a_save(rank: int, command: Command, failed: Path) -> None:
-    """The save of the step before is not finished when rank 1 fails."""
+    """The second checkpoint is not finished when rank 1 fails."""
     os.environ["DAPO_TEST_FAILED"] = str(failed)
     write, calls = HuggingFaceStorageWriter.write_data, iter(range(1, 100))
 
     def late(self: Any, *arguments: Any) -> Any:
-        deadline = time.monotonic() + 300
-        while next(calls) == FAILS_IN - 1 and not failed.exists() and time.monotonic() < deadline:
+        deadline, call = time.monotonic() + 300, next(calls)
+        while call == 2 and not failed.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         return write(self, *arguments)
 
@@ -274,12 +275,13 @@ def test_ranks_share_servers_one_of_which_is_lost(
     else:
         lose(servers)
         on_ranks(2, run_all, [command])
-    events, alone = events_of(tmp_path, "shared"), events_of(tmp_path, "alone")
-    assert [(event["kind"], event["step"]) for event in events] == [("step", 1), ("step", 2)]
-    for event, other in zip(events, alone, strict=True):
+    steps, alone = (
+        [event for event in events_of(tmp_path, name) if event["kind"] == "step"] for name in ("shared", "alone")
+    )
+    for step, other in zip(steps, alone, strict=True):
         sampling = {key: value for key, value in other.items() if key.startswith("sampling/")}
-        assert {key: event[key] for key in sampling} == pytest.approx(sampling, rel=1e-6)
-        assert event["sync/gap"] < 1e-5
+        assert {key: step[key] for key in sampling} == pytest.approx(sampling, rel=1e-6)
+        assert step["sync/gap"] < 1e-5
     assert not list(tmp_path.glob("dapo-*"))
 
 
