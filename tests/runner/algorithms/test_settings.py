@@ -12,6 +12,7 @@ import yaml
 from builders import make_config
 from refusals import refused
 
+from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
 from dapo_runner.config import Config, CorrectionConfig, lay_over, parse_config
 from dapo_runner.parallel.world import Layout
@@ -29,6 +30,19 @@ def test_needs_of_a_run(model_folder: Path) -> None:
     model, replay = {"path": str(model_folder), "tiny": None}, {"routing_replay": True}
     with refused("loss.routing_replay"):
         check_needs(make_config(model=model, loss=replay, optimizer={"mini_batch_size": 8}))
+
+
+@pytest.mark.parametrize(
+    ("word", "loss"),
+    [
+        ("dapo2", {"objective": "dapo2"}),
+        ("clip_hihg", {"overrides": {"clip_hihg": 0.3}}),
+        ("clip_high", {"overrides": {"clip_high": -1}}),
+    ],
+)
+def test_an_objective_that_there_is_not_is_refused(word: str, loss: dict[str, Any]) -> None:
+    with refused(word):
+        resolve_objective(make_config(loss=loss))
 
 
 @pytest.mark.parametrize("limit", ["cap", "floor", "bound", "lower_bound"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import make_group, make_prompt, save_model
+from builders import file_size_limit, make_group, make_prompt, save_model
 from experts import small_experts
 from learners import config_of, open_learner
 from ranks import on_ranks
@@ -128,13 +127,13 @@ def fail(models: Path, case: str, folder: Path, n: int) -> list[tuple[list[str],
             save_checkpoint(folder, STEP, learner, take_snapshot(sampler), keep=1)
 
     save_checkpoint(folder, 1, learner, take_snapshot(sampler), keep=1)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for most in (0, 20_000):
+    for size in (0, 20_000):
         for in_background in (False, True):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]) if learner.world.rank == 1 else unlimited)
-            with pytest.raises(CheckpointError) as caught:
-                save_again(in_background)
-            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            with file_size_limit() as limit:
+                if learner.world.rank == 1:
+                    limit(size)
+                with pytest.raises(CheckpointError) as caught:
+                    save_again(in_background)
             found.append((learner.world.all_gather_object(str(caught.value)), sorted(os.listdir(folder))))
     save_again(in_background=False)
     return found

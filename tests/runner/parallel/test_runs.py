@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import secrets
 import shutil
 import signal
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nccl import MEET, FileGroup, join
+from fake_nccl import MEET, SocketTransfer, join
 from fake_server import GENERATE, FakeServer
 from ranks import on_ranks
 from safetensors.torch import load_file
@@ -28,7 +27,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import load_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.rollout_log import read_step
-from dapo_runner.rollout import nccl
+from dapo_runner.rollout.server import TRANSFERS
 from dapo_runner.run.tiny_model import ensure_tiny_model
 
 EPISODES = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]
@@ -232,12 +231,9 @@ def equal_runs(one: Path, other: Path) -> None:
     assert len(list((one / "checkpoints").iterdir())) == 2
 
 
-def by_nccl(rank: int, groups: Path, command: Command) -> None:
-    """With files in NCCL's place."""
-    FileGroup.folder = groups
-    nccl.Group = FileGroup  # type: ignore[assignment,misc]
-    nccl.make_unique_id = lambda: secrets.token_hex(64).encode()
-    nccl.NCCLTransfer.check = lambda config: None
+def by_nccl(rank: int, command: Command) -> None:
+    """With a socket in NCCL's place."""
+    TRANSFERS["nccl"] = SocketTransfer
     assert main(command) == 0
 
 
@@ -269,9 +265,9 @@ def test_ranks_share_servers_one_of_which_is_lost(
     command = serving(tmp_path, "shared", model_folder, servers)
     if transfer == "nccl":
         for server in servers:
-            join(server, tmp_path / "groups")
+            join(server)
         lose(servers)
-        on_ranks(2, by_nccl, tmp_path / "groups", [*command, "rollout.server.transfer=nccl"])
+        on_ranks(2, by_nccl, [*command, "rollout.server.transfer=nccl"])
         assert servers[0].seen(MEET) == 1 < servers[1].seen(MEET)
     else:
         lose(servers)
