@@ -76,7 +76,7 @@ def processes_with(field: str, number: int) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
