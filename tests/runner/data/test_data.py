@@ -380,6 +380,8 @@ def test_arithmetic_is_finite_and_becomes_prompts() -> None:
     for settings, heldout in (({"train_size": 90}, 10), ({"even_digits": True, "train_size": 101}, 256)):
         with refused("data.arithmetic"):
             split_problems(ArithmeticConfig(max_digits=1, **settings), heldout)
+    train, _ = split_problems(ArithmeticConfig(max_digits=1, train_size=60), 10)
+    assert {operand for problem in train for operand in problem.operands} == set(range(10))
     config = make_config(data={"template": "{question}=", "arithmetic": {"train_size": 20}, "eval_size": 5})
     dataset = load_data(config, CharTokenizer())
     assert (len(dataset.train), len(dataset.heldout)) == (20, 5)
