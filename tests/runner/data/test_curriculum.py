@@ -91,7 +91,7 @@ def test_when_all_rest_the_walk_goes_on_to_when_they_do_not() -> None:
     assert walk.epoch == 4
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(answers=st.lists(st.sampled_from(["RRRR", "RWRW", "WWWW"]), min_size=8, max_size=8), stop=st.integers(1, 4))
 def test_a_resume_is_exact(answers: list[str], stop: int) -> None:
     def sampler() -> DynamicSampler:

@@ -44,16 +44,16 @@ def test_problems_are_the_same_in_every_process_by_weight_and_all_counted(monkey
     found = []
     for seed in "12":
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found.append(load({**SUMS, "weight": 3}, SETS, limit=120, eval_size=40))
+        found.append(load({**SUMS, "weight": 3}, SETS, limit=60, eval_size=20))
     one, two = found
     assert (one.train, one.heldout) == (two.train, two.heldout)
     assert {prompt.text for prompt in one.train}.isdisjoint(prompt.text for prompt in one.heldout)
     tasks = [[json.loads(prompt.row["task"]) for prompt in prompts] for prompts in (one.train, one.heldout)]
     train, heldout = ([task["index"] for task in part if task["name"] == "chain_sum"] for part in tasks)
-    assert max(heldout) < 30 <= min(train) < max(train) < 120
-    assert sum(task["name"] == SETS["name"] for part in tasks for task in part) == 40
+    assert max(heldout) < 15 <= min(train) < max(train) < 60
+    assert sum(task["name"] == SETS["name"] for part in tasks for task in part) == 20
     report = one.report
-    assert report["rows"] == 160 == sum(report.values()) - report["rows"]
+    assert report["rows"] == 80 == sum(report.values()) - report["rows"]
     assert min(report[IN_HELDOUT], report[DUPLICATES]) > 0
     assert (report["train"], report["heldout"]) == (len(one.train), len(one.heldout))
 
@@ -99,17 +99,13 @@ def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path
     assert (slow.verdict.rule, after.correct) == ("timeout", True)
 
 
-@pytest.mark.parametrize(
-    ("task", "key", "part"),
-    [
-        ({"name": "countdwn"}, "data.reasoning_gym.0.name", "countdown"),
-        ({"name": "countdown", "config": {"min_numbers": 1}}, "data.reasoning_gym.0.config", "min_numbers"),
-    ],
-)
-def test_a_wrong_task_is_refused(task: dict[str, Any], key: str, part: str) -> None:
-    with refused(key) as caught:
-        load(task, limit=4, eval_size=1)
-    assert part in str(caught.value)
+def test_a_wrong_task_is_refused() -> None:
+    with refused("data.reasoning_gym.1.config") as caught:
+        load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
+    assert "min_numbers" in str(caught.value)
+    with refused("data.reasoning_gym.0.name") as caught:
+        load({"name": "countdwn"}, limit=4, eval_size=1)
+    assert "countdown" in str(caught.value)
 
 
 def test_the_reward_is_that_of_the_tasks() -> None:
