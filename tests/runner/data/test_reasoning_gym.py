@@ -95,17 +95,14 @@ def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path
     assert not made.exists()
     assert not any(sample.correct for sample in (*hostile, wrong))
     assert honest.correct
-    (slow, after) = score(prompt, "9**9**9**9", prompt.answer, deadline=5.0)
-    assert (slow.verdict.rule, after.correct) == ("timeout", True)
+    (slow,) = score(prompt, "9**9**9**9", deadline=3.0)
+    assert slow.verdict.rule == "timeout"
 
 
 def test_a_wrong_task_is_refused() -> None:
     with refused("data.reasoning_gym.1.config") as caught:
         load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
     assert "min_numbers" in str(caught.value)
-    with refused("data.reasoning_gym.0.name") as caught:
-        load({"name": "countdwn"}, limit=4, eval_size=1)
-    assert "countdown" in str(caught.value)
 
 
 def test_the_reward_is_that_of_the_tasks() -> None:
