@@ -79,8 +79,9 @@ def test_its_confidence_is_the_reward() -> None:
         assert [verdict.correct for verdict in found] == [True, True, False, False, False]
         assert [verdict.rule for verdict in found] == ["judge", "judge", "judge", "unclear", "none"]
     assert len(api.bodies) == 8  # an empty response is not judged
+    assert {asked(body, "problem") for body in api.bodies} == {"q0", "q1"}
     body = api.bodies[0]
-    assert (asked(body, "problem"), asked(body, "reference"), body["model"]) == ("q0", "7", "m")
+    assert (asked(body, "reference"), body["model"]) == ("7", "m")
     assert [message["role"] for message in body["messages"]] == ["user"]
     assert (body["max_tokens"], body["temperature"], body["logprobs"]) == (1, 0, True)
 
