@@ -173,9 +173,6 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
 
         do_POST = do_GET  # noqa: N815
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
     return Handler
 
 

@@ -269,23 +269,6 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet, lead: int)
     assert {body["priority"] for body in asked} == {2}
 
 
-def test_servers_that_die_with_two_rounds_in_flight(fleet: Fleet) -> None:
-    engine = fleet.open(ahead=1)
-    wanted, n_calls, kills = asynchronous_steps(engine, 1), list[int](), iter([6, 14, 22])
-    at = [next(kills)]
-
-    def kill_now_and_then(body: dict[str, Any]) -> None:
-        n_calls.append(len(engine.calls))
-        if len(n_calls) == at[0]:
-            at[0] = next(kills, 0)
-            fleet[1].kill()
-            fleet[1].start()
-
-    fleet[0].hooks[GENERATE] = kill_now_and_then
-    assert asynchronous_steps(engine, 2) == wanted
-    assert max(n_calls) == 2
-
-
 @pytest.mark.parametrize(("ahead", "partial", "rounds"), [(1, True, 2), (3, True, 4), (3, False, 1)])
 def test_how_many_rounds_are_in_flight(ahead: int, partial: bool, rounds: int) -> None:
     rollout = {"engine": "server", "max_staleness": ahead, "partial": partial, "correction": {"weights": "token"}}

@@ -147,6 +147,16 @@ def test_one_server_fails_and_recovers(name: str, fleet: Fleet, policy: Policy) 
     assert fleet[0].version == engine.transfer.version
 
 
+def test_a_server_that_restarts_unasked_gets_the_weights_again(fleet: Fleet, policy: Policy) -> None:
+    engine = fleet.open(renew=0.1)
+    engine.update_weights(moved(policy).items())
+    wanted = responses(engine.generate(FEW, SAMPLING))
+    restart(fleet, None)
+    wait_until(lambda: fleet[0].version == engine.transfer.version and not lost(engine))
+    fleet[1].kill()
+    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+
+
 def test_servers_killed_and_restarted_at_random_moments(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open()
     engine.update_weights(moved(policy).items())
@@ -310,7 +320,13 @@ def test_a_prompt_that_one_server_cannot_answer_is_left_to_the_other(fleet: Flee
         return 400, {}
 
     fleet[0].hooks[GENERATE] = fail
-    fleet[1].hooks[GENERATE] = lambda body: None if enough.wait(120) else (500, {})
+
+    def wait_for_more(body: dict[str, Any]) -> None:
+        enough.wait(120)
+        wait_until(lambda: not lost(engine))
+        fleet.over.wait(0.1)  # in which it would be asked once more
+
+    fleet[1].hooks[GENERATE] = wait_for_more
     assert responses(engine.generate(PROMPTS, SAMPLING)) == wanted
     assert next(failures) == ATTEMPTS + 1
     fleet[1].kill()  # then it waits, and not for ever
@@ -379,7 +395,11 @@ def test_servers_that_refuse_the_run_are_not_waited_for(fleet: Fleet, policy: Po
             call()
     fleet[1].hooks.clear()
     wait_until(lambda: len(lost(engine)) == 1)
-    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+    fleet[1].kill()  # for this one they wait
+    found = in_thread(lambda: responses(engine.generate(FEW, SAMPLING)))
+    wait_until(lambda: len(lost(engine)) == 2)
+    fleet[1].start()
+    assert found() == wanted
 
 
 @pytest.mark.parametrize(("dtype", "excluded"), [("float32", 0), ("bfloat16", 1)])

@@ -52,21 +52,6 @@ def test_training_and_evaluation_call_one_reward_one_after_the_other(
     assert one_at_a_time.overlaps == []
 
 
-def test_servers_that_come_and_go_change_no_number(model_fleet: Fleet) -> None:
-    fleet, count = model_fleet, itertools.count()
-    whole = steps_of(fleet.recipe(steps=2, name="whole"))
-
-    def kill_now_and_then(body: dict[str, Any]) -> None:
-        if next(count) % 5 == 3 and fleet[1].alive:
-            fleet[1].kill()
-            fleet[1].start()
-
-    fleet[0].hooks[GENERATE] = kill_now_and_then
-    assert steps_of(fleet.recipe(steps=2, name="again")) == whole
-    assert next(count) > 5
-    assert all(step["sync/gap"] < 1e-5 and step["train/tokens"] > 0 for step in whole)
-
-
 def test_prompts_beyond_those_that_a_step_needs_are_dropped(model_fleet: Fleet) -> None:
     fleet, slow = model_fleet, itertools.cycle([True, False, False])
     raw = fleet.recipe(steps=2)

@@ -115,12 +115,12 @@ def test_memory_is_freed_until_new_weights_come(model_folder: Path) -> None:
 
 
 def test_adapters_come_alone(model_folder: Path) -> None:
-    lora = {"rank": 5, "alpha": 20}
+    lora = {"rank": 8, "alpha": 20}
     engine = open_engine(model_folder, lora=lora)
     policy = load_policy(
         model_folder, ModelConfig(path=str(model_folder), dtype="float32", lora=lora), torch.device("cpu")
     )
-    assert engine.llm.arguments["max_lora_rank"] == 8  # the next that vLLM has
+    assert engine.llm.arguments["max_lora_rank"] == 8  # the smallest of vLLM that holds it
     engine.release()
     for _ in range(2):
         engine.sync(policy)
