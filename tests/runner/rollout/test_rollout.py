@@ -155,7 +155,7 @@ def test_a_stop_string_is_found_across_tokens_bytes_and_special_tokens() -> None
             assert not skip_special_tokens
             return b"".join(pieces[i] for i in tokens).decode(errors="replace")
 
-    for strings, end in (("</answer>", [1, 2, 3]), ("é", [4, 5]), ("<end>", [0])):
+    for strings, end in (("</answer>", [1, 2, 3]), ("</</</</wer>", [1, 1, 1, 1, 3]), ("é", [4, 5]), ("<end>", [0])):
         said = [6] * 40 + end
         assert ends_with_stop(said, ("no such thing", strings), Bytes())
         assert not ends_with_stop(said[:-1], (strings,), Bytes())
