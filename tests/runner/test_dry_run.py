@@ -10,11 +10,12 @@ import huggingface_hub
 import pytest
 import yaml
 from refusals import refused
-from small import write_recipe
+from small import Notes, write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import load_config
 from dapo_runner.preflight.needs import check_needs
+from dapo_runner.train import train
 
 # Names in capitals are files of the fixture below.
 ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD data.eval_size=1"
@@ -136,10 +137,10 @@ def test_a_model_that_is_nowhere_is_not_waited_for(
 def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: dict[str, Path]) -> None:
     """Its checkpoints hold one."""
     files["MODEL"] = shutil.copytree(files["MODEL"], tmp_path / "model")
-    command = ["train", str(write_recipe(tmp_path, steps=1, eval_every=0)), *arguments_of(ON_FILES, files)]
-    assert main(command) == 0
+    recipe, given = write_recipe(tmp_path, steps=1), arguments_of(ON_FILES, files)
+    run = train(load_config(recipe, given), Notes())
     shutil.rmtree(files["MODEL"])
-    assert main([*command, "run.steps=2"]) == 0
+    assert train(load_config(recipe, [*given, "run.steps=2"]), Notes()) == run
 
 
 def test_a_machine_without_the_memory_is_refused() -> None:
@@ -152,3 +153,10 @@ def test_a_machine_without_the_memory_is_refused() -> None:
     with refused("rollout.engine") as caught:  # vLLM, which is not installed beside the tests
         check_needs(load_config(recipe, ["optimizer.offload=false"]))
     assert "optimizer.offload" not in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["parallel.sequence=4", "optimizer.offload=true"])
+def test_it_checks_the_layout_of_all_ranks(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two attention heads, and one process."""
+    assert main(["train", str(write_recipe(tmp_path)), "parallel.gpus=4", setting, "--dry-run"]) == 2
+    assert f"{setting.partition('=')[0]}: " in capsys.readouterr().err

@@ -99,12 +99,23 @@ def test_a_run_that_ends_in_any_phase_goes_on_after_its_last_step(
         train(rare(tmp_path, start), notes)
     assert [signal.getsignal(number) for number in (SIGINT, SIGTERM)] == handlers
     assert saved_steps(tmp_path) == ([] if saved is None else [saved])
-    assert any(f"step {saved or 0}" in line for line in notes.lines)  # the last one that is saved
+    assert f"step {saved or 0}" in notes.lines[-1]  # the last one that is saved
     if saved is not None:
         steps = [event["step"] for event in events_of(tmp_path / "small", "step")]
         assert steps == list(range(1, saved + 1))
     run = train(rare(tmp_path, start), Notes())
     assert without_sync(run) == without_sync(whole)
+
+
+def test_a_stop_waits_for_no_evaluation_and_an_error_names_the_last_checkpoint(start: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(rare(tmp_path, start), AtPhase("forward_backward", 3, lambda: send(SIGINT)))
+    assert [event["step"] for event in events_of(tmp_path / "small", "eval")] == [0]
+    often, notes = rare(tmp_path / "often", start, run={"save_every": 1}), AtPhase("optimizer", 11, send)
+    with pytest.raises(LostError):
+        train(often, notes)
+    assert saved_steps(tmp_path / "often") == [1, 2]
+    assert "step 2" in notes.lines[-1]
 
 
 # Groups that were taken and not trained on wait for the next start.

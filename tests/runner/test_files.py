@@ -20,7 +20,7 @@ from small import Notes, config_in, write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
-from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl
+from dapo_runner.files import append_jsonl, drop_incomplete_line, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.run.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.run.start import open_run
@@ -51,14 +51,6 @@ def test_a_write_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    for content in ("a: 1\n", b"b: 2\n"):
-        atomic_write(path, content, sync=True)
-    assert path.read_bytes() == b"b: 2\n"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def hold(folder: Path, pipe: Connection) -> None:
     lock = lock_folder(folder, print)
     child = os.fork()  # as the workers of a plug-in's multiprocessing.Pool
@@ -74,6 +66,7 @@ def holder(folder: Path) -> Iterator[int]:
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=hold, args=(folder, theirs))
     process.start()
+    theirs.close()  # else nothing would end the wait for a process that has failed
     child = ours.recv()
     try:
         assert process.pid is not None

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from builders import snippets_of
-from refusals import refused
-from small import SEGMENTS, Notes
+from small import SEGMENTS
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.objective import resolve_objective
@@ -20,7 +19,6 @@ from dapo_runner.config import load_config, parse_config
 from dapo_runner.config.section import flatten
 from dapo_runner.preflight.dry_run import departures, summarize
 from dapo_runner.preflight.memory import GPU_MEMORY, memory_estimate, model_shape
-from dapo_runner.train import train
 from docs.models.one_gpu import CASES, FULL, LORA, case_name, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,13 +133,6 @@ def test_every_recipe_prints_its_plan(path: Path, capsys: pytest.CaptureFixture[
     assert "responses" in out
     # Data and packages that do not come with the project.
     assert code == 0 or "data.path: " in err or "rollout.engine: " in err
-
-
-def test_layouts_that_do_not_fit_the_processes_are_refused(tmp_path: Path) -> None:
-    with refused("parallel.gpus"):
-        train(load_config(PAPER, [f"run.output_dir={tmp_path}"]), Notes())
-    with refused("parallel.sequence"):
-        load_config(PAPER, ["parallel.sequence=7"])
 
 
 def test_the_snippets_about_one_gpu_are_parts_of_its_recipes() -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +28,9 @@ KEPT = ["sampler.filter_groups=false", "sampler.max_rounds=1"]
 # With what a file operation begins that is a run's last one, the how-manieth of its kind.
 KILLS = [
     ("open config.yaml", 1),
-    ("open metrics.jsonl", 4),  # behind the rollouts of step 2
+    ("open metrics.jsonl", 5),  # behind the rollouts of step 2
     ("open rollouts/step_000002", 1),
-    ("open timings.jsonl", 3),  # behind the second checkpoint
+    ("open timings.jsonl", 4),  # behind the second checkpoint
     ("open evaluations/step_000002", 1),
     ("open checkpoints/step_000002.unfinished/model/", 3),
     ("open checkpoints/step_000002.unfinished/optimizer/", 2),
@@ -44,7 +40,7 @@ KILLS = [
     ("os.rename checkpoints/step_000002.unfinished", 1),
     ("os.rename checkpoints/step_000001", 2),  # the old one is removed
     ("os.rmdir checkpoints/step_000001.unfinished", 1),
-    ("os.mkdir checkpoints/step_000003.unfinished", 1),
+    ("os.mkdir checkpoints/step_000002.unfinished", 1),
 ]
 DPO = ["run.steps=3", "algorithm=dpo"]
 CASES: dict[str, list[str]] = {
@@ -84,20 +80,13 @@ def kill_at(beginning: str, call: int, folder: Path) -> None:
     sys.addaudithook(hook)
 
 
-def run(recipe: Path, overrides: Sequence[str] = ()) -> Path:
+def run(recipe: Path, overrides: Sequence[str]) -> Path:
     return train(load_config(recipe, overrides), Progress())
 
 
 def run_until_killed(recipe: Path, overrides: Sequence[str], *kill: Any) -> None:
-    if kill:
-        kill_at(*kill)
+    kill_at(*kill)
     run(recipe, overrides)
-
-
-def start_process(recipe: Path, overrides: Sequence[str] = (), *kill: Any) -> BaseProcess:
-    process = CONTEXT.Process(target=run_until_killed, args=(recipe, overrides, *kill))
-    process.start()
-    return process
 
 
 def records(run: Path) -> dict[str, bytes]:
@@ -133,7 +122,8 @@ def test_killed_and_started_again_equals_uninterrupted(
 ) -> None:
     recipe, folder = write_recipe(tmp_path, None if name == "tiny" else start, name=name), tmp_path / "runs" / name
     overrides = [*CASES[name], *UNEQUAL.get(name, [])]
-    process = start_process(recipe, overrides, *kill, folder)
+    process = CONTEXT.Process(target=run_until_killed, args=(recipe, overrides, *kill, folder))
+    process.start()
     process.join(timeout=1200)
     assert process.exitcode == -signal.SIGKILL
     assert all(is_whole(checkpoint.path) for checkpoint in find_checkpoints(folder / "checkpoints", damaged=True))
@@ -216,25 +206,3 @@ def test_the_schedule_falls_at_every_step(whole: Callable[[str], Path]) -> None:
 
 def test_early_stopping_ends_after_so_many_equal_evaluations(whole: Callable[[str], Path]) -> None:
     assert len(steps_of(whole("early_stop"), "train/lr")) == 3
-
-
-@pytest.mark.slow
-def test_killed_at_ten_random_moments(start: Path, tmp_path: Path) -> None:
-    rng = random.Random(0)
-    recipe, before = write_recipe(tmp_path, start, steps=25), time.monotonic()
-    whole = run(recipe, ["run.name=whole"])
-    seconds, kills, folder = time.monotonic() - before, 0, tmp_path / "runs" / "small"
-    while kills < 10:
-        process = start_process(recipe)
-        process.join(timeout=rng.uniform(0.05, 0.3) * seconds)
-        if not process.is_alive():  # it came to its end before ten: from the first step again
-            assert process.exitcode == 0
-            shutil.rmtree(folder)
-            continue
-        process.kill()
-        process.join(timeout=60)
-        kills += 1
-        assert all(is_whole(found.path) for found in find_checkpoints(folder / "checkpoints", damaged=True))
-    assert run(recipe) == folder
-    assert records(folder) == records(whole)
-    assert result_of(folder) == result_of(whole)

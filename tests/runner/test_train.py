@@ -16,7 +16,6 @@ from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.logging.metrics import before_and_after, read_log
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
-from dapo_runner.rollout.group_buffer import SamplingExhaustedError
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train
@@ -132,22 +131,6 @@ def test_changed_data_do_not_continue_a_run(start: Path, tmp_path: Path) -> None
     with refused("data.path"):
         train(config_in(tmp_path, start, data=data), Notes())
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [1]
-
-
-def test_exhaustion_stops_the_run_or_is_told(start: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "data": {"arithmetic": {"min_digits": 9, "max_digits": 9, "train_size": 60}, "eval_size": 4},
-        "rollout": {"max_prompt_tokens": 20, "max_response_tokens": 4, "top_p": 0.9},
-        "reward": {"overlong": {"cache_length": 2}},
-        "run": {"steps": 2},
-    }
-    short = {"max_rounds": 2, "on_exhausted": "error"}
-    with refused("sampler.max_rounds", SamplingExhaustedError):
-        train(config_in(tmp_path, start, sampler=short, **sections), Notes())
-    folder = train(config_in(tmp_path, start, sampler={"max_rounds": 2}, **sections), notes := Notes())
-    assert sum(line.startswith("sampler.max_rounds: ") for line in notes.lines) == 2
-    assert any(line.startswith("rollout.top_p=0.9: ") for line in notes.lines)  # which may not be meant
-    assert [step["train/updates"] for step in steps_of(folder)] == [0, 0]
 
 
 EVERY_OTHER = """
