@@ -149,6 +149,16 @@ def test_report_draws_the_picture_and_splits_the_time(
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_help_and_doctor_need_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["dapo"])
+    assert main() == 2
+    assert "convert-answers" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "backend torch can run" in out
+    assert "on cpu float32:" in out
+
+
 @pytest.mark.parametrize(
     ("package", "installed", "state"),
     [

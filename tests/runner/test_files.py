@@ -20,7 +20,7 @@ from small import Notes, config_in, write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
-from dapo_runner.files import append_jsonl, drop_incomplete_line, read_jsonl
+from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.run.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.run.start import open_run
@@ -49,6 +49,12 @@ def test_a_write_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"rows\.jsonl"):
             append_jsonl(path, [{"b": "x" * 99}])
     assert path.read_bytes() == before
+
+
+def test_a_lock_is_exclusive_until_it_is_closed(tmp_path: Path) -> None:
+    with lock_file(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        lock_file(tmp_path / "lock")
+    lock_file(tmp_path / "lock").close()
 
 
 def hold(folder: Path, pipe: Connection) -> None:
