@@ -24,7 +24,7 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"CXX": "/nowhere/g++"}, ["CXX", "DAPO_KERNELS_CPP=0"]),
+        ({"CXX": "/nowhere/g++", "DAPO_KERNELS_CUDA": "0"}, ["CXX", "DAPO_KERNELS_CPP=0"]),
         ({"DAPO_KERNELS_CUDA": "1", "CUDA_HOME": "", "CUDA_PATH": ""}, ["DAPO_KERNELS_CUDA=1", "11.8", "12.4"]),
     ],
     ids=["no compiler", "an old nvcc"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import oracle
+import longhand
 import pytest
 import torch
 from builders import make_group, make_prompt, make_sample
@@ -35,7 +35,7 @@ def test_each_kind_is_its_formula(rewards: list[list[float]], kind: str) -> None
     """Also of a single sample, which has no spread."""
     sequences = make_sequences(map(group_of, rewards), AdvantageConfig(kind=kind))
     found = [s.advantages[-1].item() if s.reward is None else s.reward for s in sequences]
-    expected = [value for group in oracle.advantages_of(kind, rewards) for value in group]
+    expected = [value for group in longhand.advantages_of(kind, rewards) for value in group]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert all((sequence.reward is not None) == (kind in BY_TOKEN) for sequence in sequences)
     assert kind in BY_RESPONSE or not any(sequence.advantages.any() for sequence in sequences)
@@ -115,7 +115,7 @@ def test_turns_are_compared_with_the_same_turn_of_others(groups: Any, kind: str,
     for k in range(3):
         reached = [[(g, i) for i, one in enumerate(group) if k < len(one)] for g, group in enumerate(returns)]
         rewards = [[returns[g][i][k] for g, i in places] for places in reached]
-        for places, values in zip(reached, oracle.advantages_of(kind, rewards), strict=True):
+        for places, values in zip(reached, longhand.advantages_of(kind, rewards), strict=True):
             expected |= {(*place, k): value for place, value in zip(places, values, strict=True)}
     sequences = iter(make_sequences(made, AdvantageConfig(kind=kind, turn_gamma=gamma)))
     for g, group in enumerate(returns):

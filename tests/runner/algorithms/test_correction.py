@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import oracle
+import longhand
 import pytest
 import torch
 from builders import make_sequence
@@ -43,7 +43,7 @@ def test_weights_and_figures(responses: Any, weights: Any, mask: Any, low: float
     expected: list[float] = []
     for start, response in zip(starts.tolist(), responses, strict=False):
         own = [place for place, (_, trains) in enumerate(response, start) if trains]
-        found = dict(zip(own, oracle.correction_weights([delta[place] for place in own], config), strict=True))
+        found = dict(zip(own, longhand.correction_weights([delta[place] for place in own], config), strict=True))
         expected += [found.get(place, 1.0) for place in range(start, start + len(response))]
     result = correct(learner, engine, live, starts.to(torch.int32), config)
     if result is None:
@@ -62,7 +62,7 @@ def test_weights_and_figures(responses: Any, weights: Any, mask: Any, low: float
     figures = sum(parts, Mismatch()).metrics()
     if known:
         used = [1.0 if result is None else float(result[place]) for place in known]
-        exact = oracle.mismatch([delta[place] for place in known], used, config)
+        exact = longhand.mismatch([delta[place] for place in known], used, config)
         exact.pop("rollout_truncated", None)  # a weight in float32 may differ from its limit in float64
         assert {key: figures[key] for key in exact} == pytest.approx(exact, rel=1e-5, abs=1e-6)
         assert figures["rollout_unknown"] == pytest.approx(1 - len(known) / int(live.sum()))
@@ -105,7 +105,7 @@ def test_figures_of_a_step_do_not_depend_on_its_mini_batches(model_folder: Path,
     minis = learner.prepare(responses_of(learner, {1: 0.75, 9: 0.25}))
     assert len(minis) == 2 // (size or 2)
     figures = step_metrics(minis, [learner.update(mini, 0) for mini in minis])
-    exact = oracle.mismatch([0.75] + [0.25] * 9, [0.0] + [1.0] * 9, CorrectionConfig())
+    exact = longhand.mismatch([0.75] + [0.25] * 9, [0.0] + [1.0] * 9, CorrectionConfig())
     assert {key: figures[key] for key in exact} == pytest.approx(exact, rel=1e-3)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import oracle
+import longhand
 import pytest
 import torch
 from builders import random_sequences
@@ -46,13 +46,13 @@ def test_returns_and_advantages_of_sequences(lengths: list[int], gamma: float, l
     """Around the blocks that are summed at once, and the blocks of those."""
     rewards, values = torch.randn(2, sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = list(zip(rewards.split(lengths), values.split(lengths), strict=True))
-    expected = torch.cat([oracle.discounted(reward, gamma) for reward, _ in parts])
+    expected = torch.cat([longhand.discounted(reward, gamma) for reward, _ in parts])
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         found = discounted_sums(rewards.to(dtype), torch.tensor(lengths), gamma)
         assert found.dtype == dtype
         assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
     advantages, returns = gae(rewards, values, torch.tensor(lengths), gamma, lam)
-    exact = torch.cat([oracle.generalized(reward, value, gamma, lam) for reward, value in parts])
+    exact = torch.cat([longhand.generalized(reward, value, gamma, lam) for reward, value in parts])
     torch.testing.assert_close(advantages, exact)
     torch.testing.assert_close(returns, exact + values)
 
@@ -90,16 +90,16 @@ def by_sequence(minis: list[MiniBatch], name: str) -> dict[int, Tensor]:
 def spelled_out(learner: Learner, sequences: list[Sequence]) -> tuple[dict[int, Tensor], dict[int, Tensor], dict]:
     """Advantages before they are whitened, returns, and the metrics of the step."""
     settings, kl, critic = learner.config.advantage, learner.config.reward.kl, learner.critic
-    model, exact_critic = oracle.copy_of(learner.policy), critic and oracle.copy_of(critic.model)
-    reference = learner.reference and oracle.copy_of(learner.reference)
+    model, exact_critic = longhand.copy_of(learner.policy), critic and longhand.copy_of(critic.model)
+    reference = learner.reference and longhand.copy_of(learner.reference)
     advantages, returns, penalties = {}, {}, []
     for index, sequence in enumerate(sequences):
         if not sequence.mask.any():
             continue
         with torch.no_grad():
-            own = oracle.logprobs_of(model, sequence)
-            values = own * 0 if critic is None else oracle.values_of(exact_critic, sequence)
-            d = own * 0 if kl is None else oracle.logprobs_of(reference, sequence) - own
+            own = longhand.logprobs_of(model, sequence)
+            values = own * 0 if critic is None else longhand.values_of(exact_critic, sequence)
+            d = own * 0 if kl is None else longhand.logprobs_of(reference, sequence) - own
         rewards = torch.zeros_like(own)
         rewards[-1] = sequence.reward
         if kl is not None:
@@ -107,7 +107,7 @@ def spelled_out(learner: Learner, sequences: list[Sequence]) -> tuple[dict[int, 
             rewards -= kl.coef * penalty
             penalties += penalty.tolist()
         lam = 1.0 if critic is None else settings.lam
-        advantages[index] = oracle.generalized(rewards, values, settings.gamma, lam)
+        advantages[index] = longhand.generalized(rewards, values, settings.gamma, lam)
         returns[index] = advantages[index] + values
     every = torch.cat(list(returns.values()))
     metrics = {"return": float(every.mean())}
@@ -131,7 +131,7 @@ def test_estimates_of_a_step(model_folder: Path, name: str) -> None:
         advantages, returns, metrics = expected
         found = {name: by_sequence(minis, name) for name in ("advantages", "returns", "old_logprobs")}
         assert found["advantages"].keys() == advantages.keys()
-        for index, advantage in oracle.whitened(advantages).items():
+        for index, advantage in longhand.whitened(advantages).items():
             torch.testing.assert_close(found["advantages"][index], advantage, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(found["returns"][index], returns[index], rtol=1e-4, atol=1e-4)
             shown = sequences[index].advantages[sequences[index].mask]  # in the rollout log
@@ -154,11 +154,11 @@ def test_updates_of_a_critic(model_folder: Path, clip: float | None) -> None:
     assert [len(mini.micro_batches) > 1 for mini in minis] == [True, True]
     clipped = []
     for mini in minis:
-        exact = oracle.copy_of(learner.critic.model)
+        exact = longhand.copy_of(learner.critic.model)
         old, returns = by_sequence([mini], "values"), by_sequence([mini], "returns")
-        values = torch.cat([oracle.values_of(exact, sequences[index]) for index in old])
+        values = torch.cat([longhand.values_of(exact, sequences[index]) for index in old])
         before, wanted = torch.cat(list(old.values())), torch.cat(list(returns.values()))
-        loss = oracle.value_loss(values, before, wanted, clip).mean()
+        loss = longhand.value_loss(values, before, wanted, clip).mean()
         loss.backward()
         gradients, figures = update(learner, mini)
         found = {name.removeprefix("critic."): x for name, x in gradients.items() if name.startswith("critic.")}
@@ -180,15 +180,15 @@ def test_on_a_shared_trunk_the_losses_add_up(model_folder: Path, budget: int) ->
     sequences = [replace(sequence, age=0) for sequence in earning()]
     (mini,) = learner.prepare(sequences)
     exact, advantages, returns = (
-        oracle.copy_of(learner.policy),
+        longhand.copy_of(learner.policy),
         by_sequence([mini], "advantages"),
         by_sequence([mini], "returns"),
     )
     policy, value = [], []
     for index, advantage in advantages.items():
-        own, values = oracle.logprobs_of(exact, sequences[index]), oracle.values_of(exact, sequences[index])
+        own, values = longhand.logprobs_of(exact, sequences[index]), longhand.values_of(exact, sequences[index])
         policy.append(-(own - own.detach()).exp() * advantage)
-        value.append(oracle.value_loss(values, values.detach(), returns[index], None))
+        value.append(longhand.value_loss(values, values.detach(), returns[index], None))
     (torch.cat(policy).mean() + 2.0 * torch.cat(value).mean()).backward()
     gradients, figures = update(learner, mini)
     assert_same_gradients(gradients, {name: x.grad for name, x in exact.named_parameters()}, 1e-4)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import oracle
+import longhand
 import pytest
 import torch
 from builders import make_config, paired, random_sequences, save_model
@@ -46,12 +46,12 @@ POLICY_LOSSES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> Any:
-    return oracle.model_at(model_folder)
+    return longhand.model_at(model_folder)
 
 
 @pytest.fixture(scope="module")
 def reference(model_folder: Path) -> Any:
-    return oracle.model_at(model_folder, 1.1)
+    return longhand.model_at(model_folder, 1.1)
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def sampled(model: Any, missing: list[float]) -> list[Sequence]:
         if not sequence.mask.any():
             continue
         with torch.no_grad():
-            own = oracle.logprobs_of(model, sequence).float()
+            own = longhand.logprobs_of(model, sequence).float()
         gap = 0.4 * torch.randn(own.shape, generator=generator)
         sequence.rollout_logprobs[sequence.mask] = own - gap + 0.1
         sequences[index] = replace(sequence, age=int(index % 3 == 1))
@@ -87,7 +87,7 @@ def test_a_policy_loss_is_its_paper(model_folder: Path, model: Any, reference: A
         gradients, figures = update(learner, mini)
         figures |= step_metrics([mini], [figures])
         if budget == 1024:
-            loss, expected = oracle.policy_step(learner.config, sequences, model, reference)
+            loss, expected = longhand.policy_step(learner.config, sequences, model, reference)
             exact = gradients_of(model, loss)
         assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert_same_gradients(gradients, exact, 1e-4)
@@ -115,7 +115,7 @@ def test_a_loss_of_pairs_is_its_paper(model_folder: Path, model: Any, reference:
     assert len(mini.micro_batches) > 1
     gradients, figures = update(learner, mini)
     in_turn = sorted(sequences, key=lambda sequence: (sequence.pair, -sequence.advantages[-1]))
-    loss = oracle.pair_loss(learner.config, in_turn, model, reference)
+    loss = longhand.pair_loss(learner.config, in_turn, model, reference)
     assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert_same_gradients(gradients, gradients_of(model, loss), 1e-4)
 
@@ -153,15 +153,15 @@ def test_distillation_is_its_paper_and_what_trl_computes(
 ) -> None:
     sections = {"distillation": {"teacher": str(teacher), "beta": beta}, "rollout": {"temperature": 0.7}}
     learner = learner_of(model_folder, **sections, optimizer={"token_budget": 40})
-    sequences, tutor = random_sequences(10), oracle.model_at(teacher, 1.1)
+    sequences, tutor = random_sequences(10), longhand.model_at(teacher, 1.1)
     (mini,) = learner.prepare(sequences)
     gradients, figures = update(learner, mini)
-    own = torch.cat([oracle.logits_of(model, sequence) for sequence in sequences])
+    own = torch.cat([longhand.logits_of(model, sequence) for sequence in sequences])
     with torch.no_grad():
-        theirs = torch.cat([oracle.logits_of(tutor, sequence) for sequence in sequences])[:, : own.shape[1]]
-    loss = oracle.divergence(beta, own / 0.7, theirs / 0.7).mean()
+        theirs = torch.cat([longhand.logits_of(tutor, sequence) for sequence in sequences])[:, : own.shape[1]]
+    loss = longhand.divergence(beta, own / 0.7, theirs / 0.7).mean()
     assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
-    assert figures["entropy"] == pytest.approx(float(oracle.entropy_of(own / 0.7).detach().mean()), rel=1e-4)
+    assert figures["entropy"] == pytest.approx(float(longhand.entropy_of(own / 0.7).detach().mean()), rel=1e-4)
     assert figures["tokens"] == len(own)
     assert_same_gradients(gradients, gradients_of(model, loss), 1e-4)
     assert learner.reference is not None
@@ -184,7 +184,7 @@ def test_the_value_loss_is_its_paper(clip: float | None) -> None:
     values[~mask] = torch.nan
     found = value_loss(values.requires_grad_(), old, returns, mask, clip)
     exact = values.detach().double()[mask].requires_grad_()
-    terms = oracle.value_loss(exact, old[mask].double(), returns[mask].double(), clip)
+    terms = longhand.value_loss(exact, old[mask].double(), returns[mask].double(), clip)
     assert float(found.loss.detach()) == pytest.approx(float(terms.sum().detach()), rel=1e-6)
     found.loss.backward()
     terms.sum().backward()
