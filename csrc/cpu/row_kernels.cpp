@@ -78,9 +78,12 @@ template <class T> SoftmaxPart stats(void* data, int64_t n, float c, bool weight
   return weighted ? block_stats<T, true, false>(x, n, c, ahead) : block_stats<T, false, false>(x, n, c, ahead);
 }
 
+// Rounding to bfloat16 by integer arithmetic would lose a NaN whose low 16 bits are set (simd.h).
+static inline float usual_nan(float x) { return x == x ? x : NAN; }
+
 template <class T> void scale(void* data, int64_t n, float factor) {
   T* x = static_cast<T*>(data);
-  const vf f = splat(factor);
+  const vf f = splat(usual_nan(factor));
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
     const Group e = kept_group(x + i);
@@ -100,7 +103,7 @@ template <int kDegree, bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
 template <class T, bool kSlope>
 static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, float b_, const T* ahead) {
   constexpr auto gradient = grad_of<kGradDegree<T>, kSlope>;
-  const vf scale = splat(base.scale), shift = splat(-base.top), a = splat(a_), b = splat(b_);
+  const vf scale = splat(base.scale), shift = splat(-base.top), a = splat(usual_nan(a_)), b = splat(usual_nan(b_));
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
     prefetch_group(ahead + i);
@@ -129,7 +132,7 @@ template <class T> float get(const void* x, int64_t i) {
 }
 
 template <class T> void set(void* x, int64_t i, float value) {
-  store_tail(static_cast<T*>(x) + i, Group{splat(value), splat(0.0f)}, 1);
+  store_tail(static_cast<T*>(x) + i, Group{splat(usual_nan(value)), splat(0.0f)}, 1);
 }
 
 static void stream_zeros(void* x, int64_t bytes, bool last) {

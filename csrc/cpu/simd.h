@@ -82,6 +82,7 @@ static inline Group widen(__m512i w, bf16) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)),
           _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)))};
 }
+// To nearest even. Without the instruction, a NaN whose low 16 bits are clear stays one: that of a widened bfloat16, or NAN.
 static inline __m512i narrow(Group g, bf16) {
 #if defined(__AVX512BF16__)
   alignas(64) static const uint16_t kInterleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -91,11 +92,9 @@ static inline __m512i narrow(Group g, bf16) {
   const auto round = [](vf x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   };
-  return _mm512_or_si512(_mm512_srli_epi32(round(g.a), 16),
-                         _mm512_and_si512(round(g.b), _mm512_set1_epi32((int)0xffff0000u)));
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(round(g.a), 16), round(g.b));
 #endif
 }
 static inline Group widen(__m512i w, f16) {
@@ -163,14 +162,25 @@ static inline float max_of(vf x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+// 2^f on [-0.5, 0.5], 1 at 0, minimax, as accurate as kExp2.
+constexpr float kExp2Near[7][7] = {
+    {},
+    {},
+    {},
+    {},
+    {1.0f, 0.6931241933f, 0.240240986f, 0.05590642517f, 0.009582853785f},
+    {1.0f, 0.6931469775f, 0.2402224207f, 0.05550733843f, 0.009671513433f, 0.001326470468f},
+    {1.0f, 0.693147203f, 0.2402264806f, 0.0555033222f, 0.009618420611f, 0.001339895944f, 0.0001535777333f},
+};
+
 template <int kDegree> static inline vf exp2_nonpos(vf y) {
   y = max(splat(-127.0f), y);  // 2^-127 comes out as 0: its exponent field is empty
-  const vf n = _mm256_floor_ps(y);
-  const vf f = _mm256_sub_ps(y, n);
-  vf p = splat(kExp2[kDegree][kDegree]);
-  for (int i = kDegree - 1; i >= 0; --i) p = fma(p, f, splat(kExp2[kDegree][i]));
-  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return mul(p, _mm256_castsi256_ps(power));
+  const vf big = splat(0x1.8p23f + 127.0f);
+  const vf t = add(y, big);  // rounds y to an integer n; n + 127 is in the low bits
+  const vf f = _mm256_sub_ps(y, _mm256_sub_ps(t, big));
+  vf p = splat(kExp2Near[kDegree][kDegree]);
+  for (int i = kDegree - 1; i >= 0; --i) p = fma(p, f, splat(kExp2Near[kDegree][i]));
+  return mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)));  // p * 2^n
 }
 
 struct Group { vf a, b; };
@@ -184,22 +194,21 @@ static inline Group load_group(const bf16* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)),
           _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000u)))};
 }
+// To nearest even, in the upper half. A NaN whose low 16 bits are clear stays one: that of a widened bfloat16, or NAN.
 static inline __m256i round_bf16(vf x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  return _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
 }
 static inline void store_group(bf16* p, Group g) {
   const __m256i even = _mm256_srli_epi32(round_bf16(g.a), 16);
-  const __m256i odd = _mm256_and_si256(round_bf16(g.b), _mm256_set1_epi32((int)0xffff0000u));
-  _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(even, odd));
+  _mm256_storeu_si256((__m256i*)p, _mm256_blend_epi16(even, round_bf16(g.b), 0xaa));
 }
 static inline void keep_group(bf16* p, Group e) {
-  const __m256i half = _mm256_set1_epi32(1 << 13), high = _mm256_set1_epi32((int)0xffff0000u);
+  const __m256i half = _mm256_set1_epi32(1 << 13);
   const __m256i a = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(e.a), half), 14);
   const __m256i b = _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(e.b), half), 2);
-  _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(a, _mm256_and_si256(b, high)));
+  _mm256_storeu_si256((__m256i*)p, _mm256_blend_epi16(a, b, 0xaa));
 }
 static inline Group kept_group(const bf16* p) {
   const __m256i w = _mm256_loadu_si256((const __m256i*)p), bits = _mm256_set1_epi32(0x3fffc000);

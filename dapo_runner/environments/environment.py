@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, FiniteFloat, Strict
 
-_as_plain = BeforeValidator(lambda value: value.item() if hasattr(value, "item") else value)  # of NumPy or torch
-Number = Annotated[FiniteFloat, _as_plain]
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy or torch as one of Python. Raises ValueError for a text, which is no number."""
+    if isinstance(value, str):
+        raise ValueError("expected a number, got a text")
+    return value.item() if hasattr(value, "item") else value
+
+
+Number = Annotated[FiniteFloat, BeforeValidator(_plain)]
 
 
 class Message(NamedTuple):
@@ -23,7 +30,7 @@ class Answer(NamedTuple):
 
     observation: str | tuple[Message, ...] | None
     reward: Number | None
-    is_done: Annotated[bool, Strict(), _as_plain]
+    is_done: Annotated[bool, Strict(), BeforeValidator(_plain)]
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from copy import copy, deepcopy
@@ -122,7 +122,7 @@ class EpisodeRunner:
             for number, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
             for sample in range(one.n)
         ]
-        asyncio.run(_Call(self, engine).run(episodes, options))
+        _run(lambda: _Call(self, engine).run(episodes, options))
         self._count(episodes)
         groups = [[one for one in episodes if one.number == number and not one.error] for number in range(len(prompts))]
         for group in groups:
@@ -141,9 +141,10 @@ class EpisodeRunner:
         if failed:
             episode, error = failed[0]
             warning = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {error}; prompt "
-            self.warnings.append(f"{warning}{episode.prompt.id}, turn {len(episode.turns)}")
-        if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
-            raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {self.warnings[-1]}") from error.__cause__
+            warning += f"{episode.prompt.id}, turn {len(episode.turns)}"
+            self.warnings.append(warning)
+            if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
+                raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error.__cause__
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
@@ -162,6 +163,16 @@ class EpisodeRunner:
         other = copy(self)
         other.counts = deque()
         return other
+
+
+def _run(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine to its end, in a thread if this one has a running event loop, as that of a notebook does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(call())
+    else:
+        in_thread(lambda: asyncio.run(call())).result()
 
 
 class _Call:

@@ -1,4 +1,4 @@
-"""The backends' suite on what this processor does not choose: each in a process of its own, which is told what to take.
+"""The backends' suite on backends and instruction sets that this processor does not choose, each in its own process.
 
 Triton's kernels are interpreted, those of CUDA emulated (``cuda_emulation.cpp``), those of other instruction sets run.
 """

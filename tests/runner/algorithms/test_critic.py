@@ -140,7 +140,9 @@ def test_estimates_of_a_step(model_folder: Path, name: str) -> None:
                 engine = sequences[index].rollout_logprobs[sequences[index].mask].double()
                 assert torch.equal(found["old_logprobs"][index], engine)
         assert learner.estimates == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-        assert learner.estimates.items() <= learner.update(minis[0], 0).items()
+        figures = learner.update(minis[0], 0)
+        assert learner.estimates.items() <= figures.items()
+        assert figures["ref_kl"] == 0  # that KL is no part of the loss
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])

@@ -31,24 +31,6 @@ def segments(batch: PackedBatch) -> list[tuple[int, int]]:
     return list(pairwise(batch.cu_seqlens.tolist()))
 
 
-def test_two_sequences_by_hand() -> None:
-    (batch,) = pack([make_sequence(2, 2), make_sequence(1, 1, group_id=5, first_token=7)], token_budget=10)
-    assert batch.input_ids.tolist() == [0, 1, 2, 7]
-    assert batch.target_ids.tolist() == [1, 2, 3, 8]
-    assert batch.position_ids.tolist() == [0, 1, 2, 0]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4]
-    assert batch.mask.tolist() == [False, True, True, True]
-    assert batch.advantages.tolist() == [0, 2, 3, 8]
-    assert batch.old_logprobs.tolist() == [0, -2, -3, -8]
-    assert batch.group_ids.tolist() == [0, 5]
-    assert batch.sequence_ids.tolist() == [0, 1]
-    assert (batch.cu_seqlens.dtype, batch.input_ids.dtype, batch.mask.dtype) == (
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    )
-
-
 @settings(max_examples=50)
 @given(lengths=LENGTHS, budget=st.integers(14, 60))
 def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tuple[int, int]], budget: int) -> None:
@@ -57,6 +39,11 @@ def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tup
     found: list[int] = []
     for batch in batches:
         assert 0 < batch.n_positions <= budget
+        assert (batch.cu_seqlens.dtype, batch.input_ids.dtype, batch.mask.dtype) == (
+            torch.int32,
+            torch.int64,
+            torch.bool,
+        )
         live = batch.target_ids[batch.mask]
         found += live.tolist()
         assert torch.equal(batch.advantages[batch.mask], live.float())

@@ -115,7 +115,7 @@ def checkpoint_of(folder: Path, case: str) -> Checkpoint:
 
 
 def fail(models: Path, case: str, folder: Path, n: int) -> list[tuple[list[str], list[str]]]:
-    """What every rank is told when rank 1 may write no large file, and what is in the folder then."""
+    """Return the error of every rank when rank 1 cannot write a large file, and the files of the folder then."""
     learner, sampler = open_parts(model_of(models, case), case, n)
     saves, found = BackgroundSaves(learner.world, timeout=600.0), []
 

@@ -256,22 +256,16 @@ def lose(servers: list[FakeServer]) -> None:
     servers[0].hooks[GENERATE] = lost_and_back
 
 
-@pytest.mark.parametrize("transfer", ["files", "nccl"])
 def test_ranks_share_servers_one_of_which_is_lost(
-    tmp_path: Path, model_folder: Path, servers: list[FakeServer], transfer: str
+    tmp_path: Path, model_folder: Path, servers: list[FakeServer]
 ) -> None:
-    """Each rank asks for its share. By NCCL, a server that is back meets rank 0 anew before any rank asks it."""
+    """Each rank asks for its share. A server that is back meets rank 0 anew, by NCCL, before any rank asks it."""
     assert main(serving(tmp_path, "alone", model_folder, servers)) == 0
-    command = serving(tmp_path, "shared", model_folder, servers)
-    if transfer == "nccl":
-        for server in servers:
-            join(server)
-        lose(servers)
-        on_ranks(2, by_nccl, [*command, "rollout.server.transfer=nccl"])
-        assert servers[0].seen(MEET) == 1 < servers[1].seen(MEET)
-    else:
-        lose(servers)
-        on_ranks(2, run_all, [command])
+    for server in servers:
+        join(server)
+    lose(servers)
+    on_ranks(2, by_nccl, serving(tmp_path, "shared", model_folder, servers, "rollout.server.transfer=nccl"))
+    assert servers[0].seen(MEET) == 1 < servers[1].seen(MEET)
     steps, alone = (
         [event for event in events_of(tmp_path, name) if event["kind"] == "step"] for name in ("shared", "alone")
     )

@@ -27,7 +27,7 @@ LONGEST: dict[str, tuple[Any, int | None]] = {
     "none": (MambaConfig(), None),
     "linear": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 4.0}), 128),
     "yarn beyond": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "yarn", "factor": 4.0, **ORIGINAL}), 64),
-    "yarn within": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "yarn", "factor": 2.0, **ORIGINAL}), 32),
+    "yarn within": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "yarn", "factor": 1.5, **ORIGINAL}), 32),
     "dynamic": (LlamaConfig(**SIZES, rope_scaling={"type": "dynamic", "factor": 4.0}), 32),
     "longrope": (Phi3Config(**SIZES, **ORIGINAL, rope_scaling={"rope_type": "longrope", **FACTORS}), 16),
 }

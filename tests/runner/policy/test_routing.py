@@ -87,17 +87,16 @@ def test_a_pass_follows_what_another_chose(kind: str) -> None:
     assert not any(torch.equal(calls[0], expected) for calls, expected in zip(seen.calls, replayed, strict=True))
 
 
-class Deaf(nn.Module):
-    """A layer whose experts do not look at the choice."""
+class Choosing(nn.Module):
+    """A layer with experts whose result depends on its choice, or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, listens: bool) -> None:
         super().__init__()
-        self.experts = nn.Linear(4, 4)
+        self.experts, self.listens = nn.Linear(4, 4), listens
 
     def forward(self, x: Tensor) -> Tensor:
-        x.topk(2)
-        out: Tensor = self.experts(x)
-        return out
+        choice, out = x.topk(2).indices, self.experts(x)
+        return out + choice.sum(-1, keepdim=True) if self.listens else out
 
 
 def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
@@ -107,9 +106,13 @@ def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
         with refused("loss.routing_replay") as caught, torch.no_grad():
             Routing(model).check(lambda model=model: hidden_of(model, ids), 6)
         assert name in str(caught.value)
-    deaf = nn.Sequential(Deaf())
-    with refused("loss.routing_replay"), torch.no_grad():
-        Routing(deaf).check(lambda: deaf(x), 6)
+    listening = Choosing(listens=True)
+    with torch.no_grad():
+        Routing(nn.Sequential(listening)).check(lambda: listening(x), 6)
+        for layers in ([Choosing(listens=False)], [listening, listening]):  # one that is run twice
+            model = nn.Sequential(*layers)
+            with refused("loss.routing_replay"):
+                Routing(model).check(lambda model=model: model(x), 6)
 
 
 def test_an_interrupted_pass_leaves_nothing_in_force() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import sys
@@ -118,6 +119,13 @@ def score(completions: list[Completion], **sections: Any) -> Any:
     return group
 
 
+def test_episodes_run_in_a_thread_with_an_event_loop_as_in_a_notebook() -> None:
+    async def cell() -> list[Completion]:
+        return run("Talker")[0]
+
+    assert [one.text for one in asyncio.run(cell())] == [one.text for one in run("Talker")[0]]
+
+
 def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> None:
     (first, second), engine, runner = run("Talker")
     tokenizer, prompt = engine.tokenizer, prompt_of(engine.tokenizer)
@@ -205,7 +213,7 @@ WAYS: dict[str, tuple[str, str, Any]] = {  # counted as, in which method, and wh
     "no text": ("invalid", "step", ((Message("user", 5),), 0.0, False)),
     "no role": ("invalid", "step", ((Message("nobody", "hello"),), 0.0, False)),
     "a role of no template": ("invalid", "step", ((Message("tool", "hello"),), 0.0, False)),
-    "a word for a reward": ("invalid", "get_reward", "much"),
+    "a text for a reward": ("invalid", "get_reward", "0.5"),
     "a word for a count": ("invalid", "counts", {"resets": "many"}),
     "a count of ours": ("invalid", "counts", {"failed": 0}),
     "long": ("too_long", "step", ("x" * 10**7, 0.0, False)),
@@ -253,7 +261,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
     RELEASE.clear()
 
     def play(max_failed: float) -> tuple[EpisodeRunner, Groups]:
-        limits = {"max_turns": 3, "max_failed": max_failed, "timeout_seconds": 0.3}
+        limits = {"max_turns": 3, "max_failed": max_failed, "timeout_seconds": 1.0}
         runner = EpisodeRunner(config_of(f"{__name__}:Odd", **limits), tokenizer)
         assert Odd.closed.get(timeout=30) == "fine"  # the one that was made to see its tools
         each = [replace(SAMPLING, index=index) for index in range(len(WAYS))]

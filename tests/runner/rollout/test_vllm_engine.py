@@ -67,7 +67,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request.LoRARequest = lambda name, number, path: SimpleNamespace(lora_int_id=number, number=number, path=path)
     for name, module in {"vllm": vllm, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # put back after the test
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # restored after the test
 
 
 def open_engine(folder: Path, device: str = "cuda", **model: Any) -> VLLMEngine:
