@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun
 
 from dapo_runner.commands.output import complain
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     except SignalException:
         return INTERRUPTED
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _cause(error.failures)
         if failure.exitcode == INTERRUPTED:
             return INTERRUPTED
         reason = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
@@ -57,6 +58,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         complain(f"rank {rank} (process {failure.pid}) failed first, with {reason}{hint}")
         return 1
     return 0
+
+
+def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that ended first. Ranks that lose another may be seen to end in the same second."""
+    first = min(failure.timestamp for failure in failures.values())
+    together = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= first + 1]
+    return min(together, key=lambda item: item[1].exitcode in (1, -signal.SIGTERM, INTERRUPTED))
 
 
 def _rendezvous(options: argparse.Namespace) -> list[str]:
