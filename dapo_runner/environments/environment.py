@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
-from pydantic import BeforeValidator, FiniteFloat, Strict
+from pydantic import AfterValidator, BeforeValidator, FiniteFloat, Strict, StrictBool
 
-
-def _plain(value: Any) -> Any:
-    """Return a number of NumPy or torch as one of Python. Raises ValueError for a text, which is no number."""
-    if isinstance(value, str):
-        raise ValueError("expected a number, got a text")
-    return value.item() if hasattr(value, "item") else value
-
-
-Number = Annotated[FiniteFloat, BeforeValidator(_plain)]
+_as_plain = BeforeValidator(lambda value: value.item() if hasattr(value, "item") else value)  # of NumPy or torch
+Number = Annotated[StrictBool | Annotated[FiniteFloat, Strict()], _as_plain, AfterValidator(float)]  # a text is none
 
 
 class Message(NamedTuple):
@@ -30,7 +23,7 @@ class Answer(NamedTuple):
 
     observation: str | tuple[Message, ...] | None
     reward: Number | None
-    is_done: Annotated[bool, Strict(), BeforeValidator(_plain)]
+    is_done: Annotated[bool, Strict(), _as_plain]
 
     @property
     def messages(self) -> tuple[Message, ...]:

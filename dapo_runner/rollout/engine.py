@@ -27,11 +27,6 @@ class OpenCall(ABC):
     def __init__(self) -> None:
         self._open: dict[int, tuple[Prompt, SamplingParams]] = {}
 
-    @property
-    def n_open(self) -> int:
-        """Number of prompts without a response."""
-        return len(self._open)
-
     def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
         """Add a prompt. Its response has the same ``key``, which must differ from those of other open prompts."""
         self._open[key] = prompt, sampling

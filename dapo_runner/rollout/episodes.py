@@ -122,7 +122,7 @@ class EpisodeRunner:
             for number, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
             for sample in range(one.n)
         ]
-        _run(lambda: _Call(self, engine).run(episodes, options))
+        _run(_Call(self, engine).run(episodes, options))
         self._count(episodes)
         groups = [[one for one in episodes if one.number == number and not one.error] for number in range(len(prompts))]
         for group in groups:
@@ -140,19 +140,18 @@ class EpisodeRunner:
         self.counts.append(counts)
         if failed:
             episode, error = failed[0]
-            warning = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {error}; prompt "
-            warning += f"{episode.prompt.id}, turn {len(episode.turns)}"
+            where = f"prompt {episode.prompt.id}, turn {len(episode.turns)}"
+            warning = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {error}; {where}"
             self.warnings.append(warning)
             if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
                 raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error.__cause__
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
-        total = dict.fromkeys(COUNTS, 0.0)
+        total = Counter[str](dict.fromkeys(COUNTS, 0))
         while self.counts:
-            for name, n in self.counts.popleft().items():
-                total[name] = total.get(name, 0.0) + n
-        return total
+            total.update(self.counts.popleft())
+        return dict(total)
 
     def take_warnings(self) -> list[str]:
         """Return which episodes were left out since the last call."""
@@ -165,14 +164,10 @@ class EpisodeRunner:
         return other
 
 
-def _run(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def _run(call: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine to its end, in a thread if this one has a running event loop, as that of a notebook does."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(call())
-    else:
-        in_thread(lambda: asyncio.run(call())).result()
+    run = partial(asyncio.run, call)
+    run() if asyncio.events._get_running_loop() is None else in_thread(run).result()
 
 
 class _Call:

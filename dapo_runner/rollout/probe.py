@@ -38,8 +38,7 @@ class SyncProbe:
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         rollout = config.rollout
-        # Without a sampling mask the learner's log-probs are over the whole vocabulary, so nothing is truncated here.
-        is_truncated = rollout.sampling_mask
+        is_truncated = rollout.sampling_mask  # without it the learner's log-probs are over the whole vocabulary
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
             top_p=rollout.top_p if is_truncated else 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 
 import torch
 
@@ -13,7 +14,7 @@ from dapo_runner.logging.progress import Progress
 from dapo_runner.parallel.world import World, open_world
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.run.folder import FolderLock, lock_folder
+from dapo_runner.run.folder import lock_folder
 from dapo_runner.timing import StepClock
 
 
@@ -25,7 +26,7 @@ class RunContext:
     device: torch.device
     progress: Progress
     clock: StepClock
-    lock: FolderLock | None
+    lock: TextIOWrapper | None
 
     def close(self, error: BaseException | None) -> None:
         """Close everything. ``error`` is what ended the run, or None. May raise RankLostError."""

@@ -57,8 +57,9 @@ AnyConfig = Config | SftConfig
 C = TypeVar("C", bound=AnyConfig)
 
 
-def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
-    """Create a run's folder if needed and lock it against other processes.
+def lock_folder(folder: Path, note: Callable[[str], None]) -> TextIOWrapper:
+    """Create a run's folder if needed and lock it against other processes, until the returned file is closed or the
+    process ends, also by `kill -9`.
 
     Raises ConfigError if another process holds the lock, which the message names, or if the folder is not writable.
     """
@@ -81,17 +82,7 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> FolderLock:
     file.flush()
     # A child that a plug-in forks shares the lock, and would keep it after this process is killed.
     os.register_at_fork(after_in_child=file.close)
-    return FolderLock(file)
-
-
-class FolderLock:
-    """Hold a lock until ``close`` or the end of the process, also after `kill -9`."""
-
-    def __init__(self, file: TextIOWrapper) -> None:
-        self._file = file
-
-    def close(self) -> None:
-        self._file.close()
+    return file
 
 
 def _owner(file: TextIOWrapper) -> str:
