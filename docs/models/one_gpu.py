@@ -47,7 +47,7 @@ Written by `python -m docs.models.one_gpu`. Nothing here was measured on a GPU: 
 GiB at the peak of each phase. torch reports {GPU_MEMORY / GIB:.1f} GiB for an 80 GB GPU. Add a few GiB for the CUDA context and fragmentation.
 *Machine*: host memory that the trainer takes, and vLLM's base weights where it sleeps beside adapters. "Fits" is of the GPU alone.
 
-| recipe and what is set otherwise | {" | ".join(PHASES)} | machine | fits |
+| recipe and what is set otherwise | {" | ".join(PHASES)} | host memory | fits |
 |---|{"---:|" * (len(PHASES) + 1)}---|
 {chr(10).join(phases)}
 
