@@ -164,7 +164,7 @@ class ProbeConfig(Section):
     """After each sync, compare the log-probs of engine and learner on responses to a few training prompts."""
 
     enabled: bool = True  # compare engine and trainer on a few prompts after each weight transfer
-    # limit of the mean |Δ log-prob|; null: 0.001 in float32, 0.2 in bfloat16, and ten times the run's first values
+    # limit of the mean |Δ log-prob|; null: by dtype, lower after three probes (docs/vllm.md)
     bound: PositiveFloat | None = None
 
 

@@ -75,7 +75,7 @@ class LoggingConfig(Section):
     # trackers that also receive the metrics
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dapo"  # project in the trackers; for MLflow the experiment
-    samples: NonNegativeInt = 8  # responses per step and evaluation in the trackers' tables; 0: no tables
+    samples: NonNegativeInt = 8  # responses per step and evaluation in the trackers' tables; 0: none. Not in dapo sft
 
 
 class TrainingConfig(Section):

@@ -224,7 +224,7 @@ class ParallelConfig(Section):
 
     requires = {"rollout.engine=vllm": "rollout_tensor"}
 
-    gpus: PositiveInt = 1  # number of processes, for --dry-run and --simulate; 1: as many as the launcher starts
+    gpus: PositiveInt = 1  # required number of processes; 1: as many as the launcher starts
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
     reshard_after_forward: bool = True  # False: keep whole layers from forward to backward
     sequence: PositiveInt = 1  # sequence parallelism: GPUs that share the positions of one micro-batch
