@@ -27,7 +27,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse_config
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy, load_tokenizer
-from dapo_runner.rollout.engine import BatchCall, Groups, open_engine
+from dapo_runner.rollout.engine import BatchCall, Groups, engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.types import DEFAULT_OPTIONS, Group, Prompt, Sample, SamplingParams, Verdict
 
@@ -84,7 +84,7 @@ class Bench:
         self.options, self.config = options, config_of(options)
         device = torch.device("cpu")
         tokenizer = load_tokenizer(options.model, self.config.model)
-        self.engine = open_engine(self.config, options.model, device, SINGLE_PROCESS)
+        self.engine = engine_class(self.config).load(options.model, self.config, device, SINGLE_PROCESS, print)
         if options.engine == "hf":
             self.engine.stop_ids = []  # type: ignore[attr-defined]
         complete = self.engine._completions  # type: ignore[attr-defined]

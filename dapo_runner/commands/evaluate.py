@@ -16,11 +16,12 @@ from dapo_runner.data.dataset import load_data
 from dapo_runner.evaluate import evaluate
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.show import printable
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.engine import engine_class
 from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.run.folder import CONFIG_FILE, read_config
@@ -38,7 +39,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = load_data(config, tokenizer)
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
-    with closing(open_engine(config, source, resolve_device(config.run.device), note=complain)) as engine:
+    device = resolve_device(config.run.device)
+    with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
         episodes = open_episodes(config, tokenizer)
         worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
         result = evaluate(worker.generate, dataset.heldout, config)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.config import Config
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, GenerateFunction, Prompt, SamplingParams
@@ -135,17 +135,6 @@ def engine_class(config: Config) -> type[RolloutEngine]:
     """Return the engine class of `rollout.engine`."""
     found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
     return found
-
-
-def open_engine(
-    config: Config,
-    source: str | Path,
-    device: torch.device,
-    world: World = SINGLE_PROCESS,
-    note: Note = lambda _: None,
-) -> RolloutEngine:
-    """Return the engine of `rollout.engine`; see ``RolloutEngine.load``."""
-    return engine_class(config).load(source, config, device, world, note)
 
 
 def sampling_of_each(

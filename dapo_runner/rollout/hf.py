@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import World
@@ -88,6 +89,7 @@ class HFEngine(RolloutEngine):
 
     @classmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> HFEngine:
+        AttentionInterface.register("sdpa", attention)
         model = load_model(source, config.model, device, "sdpa")
         if config.model.float32_logits:
             head = model.get_output_embeddings()
@@ -178,8 +180,7 @@ class HFEngine(RolloutEngine):
         device = self.model.device
         in_order = sorted(rows, key=lambda row: row.number)
         prompts = {ids: place for place, ids in enumerate(dict.fromkeys(row.prompt.token_ids for row in in_order))}
-        tokens = [torch.tensor(ids) for ids in prompts]
-        ids, mask = (pad_left(each).to(device) for each in (tokens, list(map(torch.ones_like, tokens))))
+        ids, mask = _pad_left([torch.tensor(ids) for ids in prompts], device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, cache)
         spread = torch.tensor([prompts[row.prompt.token_ids] for row in rows], device=device)
@@ -193,24 +194,18 @@ class HFEngine(RolloutEngine):
     def _continue(self, rows: list[_Row]) -> tuple[Tensor, Tensor, DynamicCache]:
         """Do the same for rows that each have the cache of how their prompt begins."""
         pasts = [row.past for row in rows if row.past is not None]
-        positions = pad_left([past.positions for past in pasts])
+        positions, seen = _pad_left([past.positions for past in pasts], self.model.device)
         cache = DynamicCache(config=self.model.config)
         for layer in range(len(pasts[0].layers)):
             sides = (
-                [
-                    past.layers[layer][side][past.line].index_select(1, own)
-                    for past, own in zip(pasts, positions, strict=True)
-                ]
+                [past.layers[layer][side][past.line][:, own] for past, own in zip(pasts, positions, strict=True)]
                 for side in (0, 1)
             )
             cache.update(*map(torch.stack, sides), layer)
         for row in rows:
             row.past = None  # not to hold it twice
-        seen = pad_left([torch.ones_like(past.positions) for past in pasts])
-        tokens = [
-            torch.tensor(row.prompt.token_ids[len(past.positions) :]) for row, past in zip(rows, pasts, strict=True)
-        ]
-        ids, new = (pad_left(each).to(seen.device) for each in (tokens, list(map(torch.ones_like, tokens))))
+        tails = (row.prompt.token_ids[len(past.positions) :] for row, past in zip(rows, pasts, strict=True))
+        ids, new = _pad_left([torch.tensor(tail) for tail in tails], seen.device)
         mask = torch.cat([seen, new], dim=1)
         return self._forward(ids, mask, cache), mask, cache
 
@@ -274,13 +269,29 @@ def _keep_past(rows: list[_Row], mask: Tensor, cache: DynamicCache) -> None:
         rows[line].past = _Past(layers, place, mask[line].nonzero()[:n_seen, 0])
 
 
-def pad_left(tensors: list[Tensor]) -> Tensor:
-    """Return tensors of unlike lengths side by side, with zeros in front of the shorter ones."""
-    return pad_sequence(tensors, batch_first=True, padding_side="left")
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers' "sdpa" does: query [B, Hq, L, D], key and value [B, Hk, S, D] → [B, L, Hq, D].
+
+    With a mask, that one repeats keys and values for all query heads that share them. On a CPU torch's kernel gives the
+    same bits without, and a step of SmolLM2 is 2.7 times faster.
+    """
+    if mask is None or query.device.type != "cpu" or options.keys() & {"position_bias", "cache"}:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=options.get("scaling"), enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _pad_left(tensors: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tensors of unlike lengths side by side, with zeros in front of the shorter ones, and where they are."""
+    both = (tensors, list(map(torch.ones_like, tensors)))
+    ids, mask = (pad_sequence(each, batch_first=True, padding_side="left").to(device) for each in both)
+    return ids, mask
 
 
 def _float32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    return linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+    return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
 
 def ends_with_stop(tokens: Sequence[int], strings: Sequence[str], tokenizer: Any) -> bool:

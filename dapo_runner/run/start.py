@@ -20,7 +20,7 @@ from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import engine_class, open_engine
+from dapo_runner.rollout.engine import engine_class
 from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -70,7 +70,7 @@ def open_run(config: Config, progress: Progress) -> Run:
 
 
 def _open_run(config: Config, context: RunContext) -> Run:
-    world, note = context.world, context.progress.note
+    world, note, device = context.world, context.progress.note, context.device
     for part, choice in describe_algorithm(config).items():
         note(f"{part}: {choice}")
     start = world.broadcast_from_rank0(lambda: find_start(config, config.run_dir))
@@ -78,12 +78,12 @@ def _open_run(config: Config, context: RunContext) -> Run:
     dataset = build_dataset(config, source, context)
     learner = build_learner(config, start.checkpoint, context)
     sampler = build_sampler(config, dataset, context.progress)
-    engine = world.run_or_raise_everywhere(lambda: open_engine(config, source, context.device, world, note))
+    engine = world.run_or_raise_everywhere(lambda: engine_class(config).load(source, config, device, world, note))
     trackers = open_trackers_on_rank0(config, start, context)
     # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
     seed_generators(config.run.seed)
     start = load_start(start, learner, sampler, context)
-    if engine_class(config).takes_adapters(config):
+    if engine.takes_adapters(config):
         engine.sync(learner.policy)
     if start.is_new and start.checkpoint:
         _drop_incompatible_groups(sampler, config.run_dir, context.progress)

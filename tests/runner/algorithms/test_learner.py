@@ -18,8 +18,9 @@ from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.weights import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import ModelConfig, TinyModelConfig
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy, load_policy
-from dapo_runner.rollout.engine import open_engine
+from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.run.tiny_model import make_model
 
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
@@ -270,7 +271,7 @@ def test_a_float32_head_is_that_of_float64(model_folder: Path, dtype: str) -> No
         exact = hidden.double() @ head.double().T
         logprobs = exact.log_softmax(-1).gather(1, batch.target_ids[:, None])[:, 0]
         errors[wide] = float((learner.logprobs(batch) - logprobs)[batch.mask].abs().max())
-        engine: Any = open_engine(learner.config, model_folder, CPU)
+        engine = HFEngine.load(model_folder, learner.config, CPU, SINGLE_PROCESS, print)
         logits = engine.model.get_output_embeddings()(hidden)
         assert (logits.dtype == torch.float32) == wide
         assert float((logits.detach().double() - exact).abs().max()) < (1e-5 if wide else 1.0)

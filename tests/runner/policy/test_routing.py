@@ -21,8 +21,8 @@ from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.routing import Routing
-from dapo_runner.rollout.engine import open_engine
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.vllm import engine_arguments, layers_with_experts, read_experts
@@ -220,8 +220,7 @@ def replaying(folder: Path, replay: str | bool = "engine", dtype: str = "float32
 
 def sampled(folder: Path, dtype: str) -> list[Group]:
     """Groups whose samples share a prompt and are of unlike lengths."""
-    engine = open_engine(replaying(folder, dtype=dtype), folder, CPU)
-    assert isinstance(engine, HFEngine)
+    engine = HFEngine.load(folder, replaying(folder, dtype=dtype), CPU, SINGLE_PROCESS, print)
     engine.max_batch_sequences, engine.stop_ids = 7, [5, 9, 14, 20]
     groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=24, seed=3))
     assert len({one.length for group in groups for one in group}) > 3
@@ -242,7 +241,7 @@ def sequences_of(groups: list[Group]) -> list[Sequence]:
 def test_the_engine_returns_the_experts_of_every_token_that_it_computes(undecided: Path) -> None:
     """Those of a pass over the whole sequence, alone. A buffer that is saved, and padding, keep them."""
     groups, config = sampled(undecided, "float32"), replaying(undecided)
-    model: Any = open_engine(replaying(undecided, False), undecided, CPU).model  # type: ignore[attr-defined]
+    model = HFEngine.load(undecided, replaying(undecided, False), CPU, SINGLE_PROCESS, print).model
     seen = Seen(model)
     for sequence in sequences_of(groups):
         with torch.no_grad():
@@ -291,7 +290,7 @@ def test_the_gradient_is_that_of_routers_forced_by_hand(undecided: Path, correct
         assert batch.experts is not None
         assert (len(batch.experts) < batch.n_positions) == bool(correction)  # that pass has shared prompts once
     gradients, figures = update(learner, mini)
-    model: Any = open_engine(replaying(undecided, False), undecided, CPU).model  # type: ignore[attr-defined]
+    model = HFEngine.load(undecided, replaying(undecided, False), CPU, SINGLE_PROCESS, print).model
     blocks = blocks_of(model)
     for block in blocks:
         block.gate = Forced(block.gate)

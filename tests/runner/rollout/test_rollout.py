@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from builders import CUTS, what_is_left
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dapo_runner.config import ModelConfig
+from dapo_runner.config import ModelConfig, parse_config
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine, ends_with_stop
 from dapo_runner.types import Completion, Prompt, SamplingParams
@@ -74,6 +78,35 @@ def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
     for asked, group in zip(prompts, gpt2.generate(prompts, SamplingParams(max_tokens=6)), strict=True):
         expected = full_logprobs(gpt2, asked, group[0])
         torch.testing.assert_close(group[0].logprobs, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "keys", "length"), [(6, 2, 1), (6, 2, 9), (4, 4, 5)])
+def test_attention_over_padding_has_the_bits_of_transformers(
+    dtype: torch.dtype, heads: int, keys: int, length: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernel gets the keys as the heads share them, without copies."""
+    seen, kernel = [], F.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        seen.append(key.shape[1])
+        return kernel(query, key, *arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    config = parse_config({"model": {"path": str(model_folder)}, "data": {"path": str(model_folder)}})
+    HFEngine.load(model_folder, config, CPU, SINGLE_PROCESS, print)
+    attention = AttentionInterface()["sdpa"]
+    layer = nn.Identity()
+    layer.num_key_value_groups = heads // keys  # type: ignore[assignment]
+    query = torch.randn(3, heads, length, 32).to(dtype)
+    key, value = (torch.randn(3, keys, 40, 32).to(dtype) for _ in range(2))
+    mask = torch.ones(length, 40, dtype=torch.bool).tril(40 - length).repeat(3, 1, 1, 1)
+    mask[1, ..., :7] = False
+    for given in (mask, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -1e30), None):
+        expected, _ = sdpa_attention_forward(layer, query, key, value, given, scaling=0.3)
+        found, _ = attention(layer, query, key, value, given, scaling=0.3)
+        assert torch.equal(found, expected)
+        assert seen[-1] == keys
 
 
 def test_tokens_do_not_depend_on_the_batching(engine: HFEngine, model_folder: Path) -> None:
