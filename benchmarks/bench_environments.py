@@ -129,7 +129,8 @@ class Bench:
         self.engine.sync(self.learner.policy)
 
 
-Rounds = list[tuple[int, float, float, float]]  # tokens of the policy, seconds and CPU seconds of sampling, step
+# Tokens of the policy and of the environment, seconds and CPU seconds of sampling, seconds of the step.
+Rounds = list[tuple[int, int, float, float, float]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Rounds]:
@@ -152,7 +153,8 @@ def measure(options: argparse.Namespace) -> dict[str, Rounds]:
             if side in trained:
                 bench.train(groups)
             tokens = sum(one.n_sampled for group in groups for one in group)
-            found[side].append((tokens, sampled, busy, time.perf_counter() - start))
+            said = sum(one.length for group in groups for one in group) - tokens
+            found[side].append((tokens, said, sampled, busy, time.perf_counter() - start))
     bench.engine.close()
     return {side: rounds[1:] for side, rounds in found.items()}
 
@@ -162,28 +164,28 @@ def page(found: dict[str, Rounds], options: argparse.Namespace) -> str:
     median = {
         side: [statistics.median(column) for column in zip(*rounds, strict=True)] for side, rounds in found.items()
     }
-    rates = {side: (tokens / seconds, tokens / busy) for side, (tokens, seconds, busy, _) in median.items()}
+    rates = {side: (tokens / seconds, tokens / busy) for side, (tokens, _, seconds, busy, _) in median.items()}
     rows = [
-        f"| {side} | {median[side][0]:.0f} | {median[side][1]:.2f} | {rate:.0f} | {rate / rates['one turn'][0]:.2f} "
-        f"| {median[side][2]:.2f} | {busy:.0f} | {busy / rates['one turn'][1]:.2f} |"
+        f"| {side} | {median[side][0]:.0f} | {median[side][1]:.0f} | {median[side][2]:.2f} | {rate:.0f} "
+        f"| {rate / rates['one turn'][0]:.2f} | {median[side][3]:.2f} | {busy:.0f} | {busy / rates['one turn'][1]:.2f} |"
         for side, (rate, busy) in rates.items()
     ]
     fast, slow = list(found)[1:3]
-    ratio = median[slow][3] / median[fast][3] - 1
+    ratio = median[slow][4] / median[fast][4] - 1
     return f"""# Several turns against one: {options.engine}
 
 Command: `{machine.command("python", "-m", "benchmarks.bench_environments")}`.
 {options.episodes} episodes of {options.turns} turns of {options.tokens} tokens, {Path(options.model).name},
 {options.dtype}, {options.threads} threads. Medians of {options.rounds} rounds: the sides take turns, and a first round
-of each is left out. Tokens are those that the policy sampled.
+of each is left out. Tokens are those that the policy sampled; those of the environment are read, not sampled.
 {machine.headline(here)}; commit {here["commit"]}; load before: {here["load_average"][0]}.
 
-| side | tokens | seconds of sampling | tokens/s | ÷ one turn | CPU s | tokens/CPU s | ÷ one turn |
-|---|---:|---:|---:|---:|---:|---:|---:|
+| side | tokens | of the environment | seconds of sampling | tokens/s | ÷ one turn | CPU s | tokens/CPU s | ÷ one turn |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-A whole step, sampling and training: {median[fast][3]:.2f} s with an environment that answers at once, and
-{median[slow][3]:.2f} s with one that takes {1000 * options.seconds:g} ms for each call: {100 * ratio:+.1f} %.
+A whole step, sampling and training: {median[fast][4]:.2f} s with an environment that answers at once, and
+{median[slow][4]:.2f} s with one that takes {1000 * options.seconds:g} ms for each call: {100 * ratio:+.1f} %.
 """
 
 
