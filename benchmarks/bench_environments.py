@@ -167,7 +167,8 @@ def page(found: dict[str, Rounds], options: argparse.Namespace) -> str:
     rates = {side: (tokens / seconds, tokens / busy) for side, (tokens, _, seconds, busy, _) in median.items()}
     rows = [
         f"| {side} | {median[side][0]:.0f} | {median[side][1]:.0f} | {median[side][2]:.2f} | {rate:.0f} "
-        f"| {rate / rates['one turn'][0]:.2f} | {median[side][3]:.2f} | {busy:.0f} | {busy / rates['one turn'][1]:.2f} |"
+        f"| {rate / rates['one turn'][0]:.2f} | {median[side][3]:.2f} | {busy:.0f} "
+        f"| {busy / rates['one turn'][1]:.2f} |"
         for side, (rate, busy) in rates.items()
     ]
     fast, slow = list(found)[1:3]
