@@ -105,7 +105,7 @@ command(
 )
 command(
     "watch",
-    "serve that web page on localhost and update it while the runs train",
+    "serve a web page of the runs on localhost and update it while they train",
     RUNS,
     argument("--port", type=int, default=8642, help="port (default: 8642; 0: any free port)"),
     function="logs:watch",

@@ -88,7 +88,7 @@ class SegmentsConfig(Section):
     mask: bool = True  # only cut points train
     interval: PositiveInt = 5  # chain: cut points in a segment
     samples: PositiveInt = 9  # chain: continuations per value; their mean reward is the value
-    # tree: children of a node, by level; null: rollout.group_size as three factors that differ least, or two
+    # tree: children of a node, by level; null: three similar factors of rollout.group_size; two if it has no three
     branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
     # tree: tokens of a segment; a segment of the last level ends the response. null: the same maximum on all levels
     tokens: PositiveInt | None = None

@@ -115,7 +115,7 @@ def table() -> str:
                     cells += (
                         [f"{x.rows} ({size:.0f})", _span(_percent(x.found), "{:.0f}", " %")]
                         if x.rows
-                        else ["–", "none is"]
+                        else ["–", "no second read"]
                     )
                     cells += [_span(x.moved, "{:.1f}"), f"{x.exponentials:.2f}", _span(x.pressure, "{:.2f}")]
                     cells += (
