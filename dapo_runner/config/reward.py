@@ -123,7 +123,7 @@ class RewardConfig(Section):
     calls: CallsConfig = CallsConfig()
     judge: JudgeConfig | None = None  # the model of kind judge
     overlong: OverlongConfig = OverlongConfig()
-    kl: RewardKLConfig | None = None  # advantages per token: a KL penalty in the rewards
+    kl: RewardKLConfig | None = None  # a KL penalty, subtracted from the reward of each token
 
     @property
     def uses(self) -> list[str]:

@@ -177,7 +177,7 @@ class LossConfig(Section):
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     old_logprobs: Literal["learner", "rollout"] = "learner"  # which log-probs are the denominator of the ratio
-    # mixtures of experts: replay the experts that computed the old log-probs (trainer, true), or sampled (engine)
+    # mixtures of experts: replay the routing of the pass for old log-probs (trainer, true) or of sampling (engine)
     routing_replay: bool | Literal["trainer", "engine"] = False
 
 
