@@ -105,7 +105,7 @@ class FakeServer:
                 return 500, {"error": "a weight update is already active"}
             self.updating = True
         elif path == UPDATE:
-            worker = SimpleNamespace(device=torch.device("meta"), reload_weights=self._reload)
+            worker: Any = SimpleNamespace(device=torch.device("meta"), reload_weights=self._reload)
             try:
                 Receiver.load_weights_file(worker, *body["args"])
             except ValueError as error:
