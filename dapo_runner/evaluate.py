@@ -57,10 +57,6 @@ class Evaluation:
     same: SameAnswer | None = None
     reads_answers: bool = True
 
-    @property
-    def average(self) -> float:
-        return mean_correct(self.groups)
-
     @cached_property
     def metrics(self) -> dict[str, float]:
         """The metrics of all problems. With several evaluation sets also `SET/metric` of each. With several data
@@ -134,11 +130,6 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
 def mean_correct(groups: Sequence[Group]) -> float:
     """Return avg@k."""
     return sum(group.n_correct / len(group.samples) for group in groups) / len(groups)
-
-
-def majority(groups: Sequence[Group], same: SameAnswer | None = None) -> Consensus:
-    """Return cons@k and the number of comparisons without a result."""
-    return _mean_of(_majority(group, same) for group in groups)
 
 
 def _mean_of(votes: Iterable[Consensus]) -> Consensus:

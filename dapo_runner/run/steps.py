@@ -12,7 +12,7 @@ from dapo_runner.checkpoint import take_snapshot
 from dapo_runner.data.dataset import Dataset
 from dapo_runner.evaluate import Evaluation, evaluate
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
-from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metrics
+from dapo_runner.logging.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import SampledStep
@@ -198,9 +198,13 @@ class Run(TrainingRun):
         """Log the last trained step. ``in_sync``: the metrics of the probe."""
         assert self.unlogged is not None
         trained, self.unlogged = self.unlogged, None
-        with self.timed("log"):
-            self.speed = speed_of(self, trained.sequences)
-            n_tokens = self.world.broadcast_from_rank0(lambda: self._log_step(trained, in_sync))
+        try:
+            with self.timed("log"):
+                self.speed = speed_of(self, trained.sequences)
+                n_tokens = self.world.broadcast_from_rank0(lambda: self._log_step(trained, in_sync))
+        except BaseException:
+            self.progress.note(f"step {trained.step}: its line in {METRICS_FILE} may be missing")
+            raise
         self.early_stop.count(trained.step, n_tokens)
 
     def _log_step(self, trained: TrainedStep, in_sync: dict[str, float]) -> int:

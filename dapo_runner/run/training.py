@@ -83,10 +83,6 @@ class TrainingRun:
     def timed(self, phase: str) -> AbstractContextManager[None]:
         return self.clock.phase(phase)
 
-    def evaluate(self, step: int) -> None:
-        """Evaluate the policy on held-out data and log the result. Collective."""
-        raise NotImplementedError
-
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Make one update. If its loss or gradient is not finite, save its batch and raise NonFiniteUpdateError."""
         try:

@@ -12,18 +12,18 @@ from copy import deepcopy
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.guard import CLAIM, LEASE, RELEASE, RUN, Ownership, model_facts
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.transfer import checksum
+from dapo_runner.rollout.receiver import Receiver
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
@@ -105,10 +105,11 @@ class FakeServer:
                 return 500, {"error": "a weight update is already active"}
             self.updating = True
         elif path == UPDATE:
-            file, expected = body["args"]
-            if str(checksum(Path(file))) != expected:
-                return 500, {"error": "checksum"}
-            self.engine.update_weights(load_file(file).items())
+            worker: Any = SimpleNamespace(device=torch.device("meta"), reload_weights=self._reload)
+            try:
+                Receiver.load_weights_file(worker, *body["args"])
+            except ValueError as error:
+                return 500, {"error": str(error)}
         elif path == "/finish_weight_update":
             self.updating = False
         elif path == "/update_weight_version":
@@ -119,6 +120,9 @@ class FakeServer:
             self._changed.wait_for(lambda: not (self._draining and self._running))
             self._draining = False
         return 200, {"weight_version": self.version, "is_paused": self.paused, "success": True}
+
+    def _reload(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.engine.update_weights(weights_iterator)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         with self._changed:

@@ -18,7 +18,6 @@ from dapo_runner.evaluate import (
     Evaluation,
     EvaluationError,
     evaluate,
-    majority,
     pass_estimate,
 )
 from dapo_runner.rewards.scoring import Scorer, reads_answers
@@ -45,6 +44,12 @@ class Comparisons:
         return [None if "!" in first + other else first[0] == other[0] for other in others]
 
 
+def majority(groups: list[Group], same: Comparisons | None) -> tuple[float, float]:
+    """cons@k, and how many comparisons had no result."""
+    metrics = Evaluation(groups, 1, same).metrics
+    return metrics["cons@1"], metrics.get("unsettled_votes", 0)
+
+
 @given(st.lists(st.sampled_from(["a1", "a2", "b1", "b2", "c1", "c2", "d1", "-"]), min_size=1, max_size=9))
 def test_the_majority_decides_and_ties_count_in_part(words: list[str]) -> None:
     for same, votes in ((None, words), (Comparisons(), [word[0] for word in words])):
@@ -52,7 +57,7 @@ def test_the_majority_decides_and_ties_count_in_part(words: list[str]) -> None:
         others = Counter(vote for vote in votes if vote[0] not in "a-")
         is_best = n_correct > 0 and n_correct >= max(others.values(), default=0)
         n_best = 1 + list(others.values()).count(n_correct)
-        assert majority([group_of(" ".join(words) + " ")], same).correct == (1 / n_best if is_best else 0.0)
+        assert majority([group_of(" ".join(words) + " ")], same) == (1 / n_best if is_best else 0.0, 0)
 
 
 def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluation:
@@ -141,8 +146,7 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     assert [(call.index, call.prompt.id, call.sampling) for call in calls] == [
         (index, name, sampling) for index, name in enumerate("xyz")
     ]
-    expected = {"truncated": 0.5, "no_answer": 0.25, "length": (64 * 3 + 1) / 4, "problems": 2, "reward": -0.5}
-    assert result.average == 0.25
+    expected = {"truncated": 0.5, "no_answer": 0.25, "length": (64 * 3 + 1) / 4, "problems": 2, "avg@2": 0.25}
     assert {key: result.metrics[key] for key in expected} == pytest.approx(expected)
     with pytest.raises(EvaluationError):
         evaluate(lambda requests: [group_of("a")], [make_prompt()], config)
@@ -192,7 +196,7 @@ def test_figures_of_each_set_and_source() -> None:
 
 def test_what_a_model_wrote_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     group = make_group("R")
-    sample = replace(group.samples[0], completion=make_completion(text="\x1b[2J gone"))
+    sample = replace(make_sample(True, extracted="\x1b[1m"), completion=make_completion(text="\x1b[2J gone"))
     print_response(replace(group, samples=(sample,)))
     out = capsys.readouterr().out
     assert "\x1b" not in out

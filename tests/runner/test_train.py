@@ -115,6 +115,7 @@ def test_a_full_disk_under_the_log_is_told(start: Path, tmp_path: Path) -> None:
         notes = AtPhase("log", 4, lambda: limit(log.stat().st_size))
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
             train(config_in(tmp_path, start, logging={"rollouts": {"groups": 0}}), notes)
+    assert any("step 4" in line and "metrics.jsonl" in line for line in notes.lines)
     assert [event["step"] for event in steps_of(tmp_path / "small")] == [1, 2, 3]
 
 

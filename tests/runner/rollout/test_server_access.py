@@ -126,7 +126,9 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
         _model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
 
 
-def through_guard(path: str, kind: str = "http", body: Any = None, app: Any = None, **headers: str) -> list[Any]:
+def through_guard(
+    path: str, kind: str = "http", body: Any = None, app: Any = None, method: str = "POST", **headers: str
+) -> list[Any]:
     """Return what is sent for a request: its status, or "in" where it reaches vLLM."""
     sent: list[Any] = []
 
@@ -140,7 +142,7 @@ def through_guard(path: str, kind: str = "http", body: Any = None, app: Any = No
         return {"body": json.dumps(body).encode()}
 
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": kind, "path": path, "method": "POST", "headers": given, "app": app}
+    scope = {"type": kind, "path": path, "method": method, "headers": given, "app": app}
     asyncio.run(Guard(vllm)(scope, receive, send))
     return sent
 
@@ -150,7 +152,8 @@ def test_a_stranger_gets_nowhere(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     web_page = {"origin": "http://evil.example", "content_type": "text/plain"}
     for headers in ({}, web_page, {"authorization": "Bearer "}, {"authorization": "Bearer s3cre"}):
-        assert through_guard(path, **headers)[0] == 401
+        for method in ("POST", "OPTIONS"):
+            assert through_guard(path, method=method, **headers)[0] == 401
     assert through_guard(path, "websocket") == ["websocket.close"]
     if path != CLAIM:
         with_key = through_guard(path, authorization="Bearer s3cret")

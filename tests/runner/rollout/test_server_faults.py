@@ -142,6 +142,7 @@ def test_one_server_fails_and_recovers(name: str, fleet: Fleet, policy: Policy) 
     wait_until(lambda: not lost(engine))
     assert responses(engine.generate(FEW, SAMPLING)) == later
     assert [fleet[0].url in note for note in engine.notes] == [True, True]  # excluded, and back
+    assert engine.pool.servers[0].penalty == sum(settings.get(name, 0.0) for name in ("answer_within", "sync_within"))
     fleet[1].kill()
     assert responses(engine.generate(FEW, SAMPLING)) == later
     assert fleet[0].version == engine.transfer.version
