@@ -1,6 +1,7 @@
 """Write docs/settings.md, the reference of all settings.
 
-The meaning of a setting is the comment behind its field or directly above it.
+The meaning of a setting is the comment behind its field or directly above it. The meaning of a field of an objective
+is that of the docstring of ``Objective``.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ import inspect
 import re
 from collections.abc import Iterator
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dapo_kernels.objectives import FIELDS, Objective
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
 from dapo_runner.config.reading import section_of
 from dapo_runner.config.section import Section, conditions_of, flatten, spell
 from dapo_runner.config.settings import Config
+from dapo_runner.config.training import LossConfig
 
 HEADER = """\
 # All settings
 
-Look up any setting: its key, type and default, what it means and what it requires. Every command takes a YAML file
-with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`). A setting that is not its default
-raises an error if its requirement is not met. `null` means that it is not set. "Set by" names the values of
-`algorithm` that replace the default.
+Look up any setting: its key, type and default, what it means and what it requires. Every command
+takes a YAML file with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`). A
+setting that is not its default raises an error if its requirement is not met. `null` means that it
+is not set. "Set by" names the values of `algorithm` that replace the default.
+
+Prerequisites: a recipe that trains ([your first run](first-run.md)).
 
 This page is generated: `python -m docs.generate`.
 """
@@ -33,6 +38,8 @@ COMMANDS: dict[str, type[Section]] = {
     "dapo study": StudyConfig,
     "dapo convert-answers": ConvertConfig,
 }
+COLUMNS = "| key | type | default | meaning | requires |\n|---|---|---|---|---|"
+OF_AN_OBJECTIVE = "The defaults are those of the objective that `loss.objective` names ([objectives](objectives.md)).\n"
 _FIELD = re.compile(r"^    (\w+): .*?(?:  # (?!type:)(.*)|  # type:.*)?$")
 
 
@@ -54,7 +61,9 @@ def _tables(section: type[Section], key: str, command: str, seen: dict[type[Sect
     seen[section] = f"`{key}` of `{command}`"
     rows = [row for name in section.model_fields if (row := _row(key, name, section, command))]
     if rows:
-        yield "\n".join([f"{title}| key | type | default | meaning | requires |", "|---|---|---|---|---|", *rows, ""])
+        yield "\n".join([f"{title}{COLUMNS}", *rows, ""])
+    if section is LossConfig:
+        yield "\n".join([f"### `{key}.overrides`\n", OF_AN_OBJECTIVE, COLUMNS, *_rows_of_an_objective(key), ""])
     for name, field in section.model_fields.items():
         nested = section_of(field)
         if nested is not None:
@@ -74,7 +83,24 @@ def _row(key: str, name: str, section: type[Section], command: str) -> str:
     dotted = f"{key}.{field.alias or name}".lstrip(".")
     kind = "section" if is_section else _name_of(field.annotation)
     meaning = meanings(section)[name] + (set_by(dotted) if command == "dapo train" else "")
-    cells = (f"`{dotted}`", kind, default, meaning, ", ".join(requires))
+    return _cells(f"`{dotted}`", kind, default, meaning, ", ".join(requires))
+
+
+def _rows_of_an_objective(key: str) -> Iterator[str]:
+    """Yield the rows of `loss.overrides`, as YAML writes their values."""
+    text = inspect.getdoc(Objective) or ""
+    found = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)$", text.partition("Attributes:\n")[2], re.MULTILINE))
+    types = get_type_hints(Objective)
+    for name in FIELDS:
+        kind = _name_of(types[name]).removesuffix(" or Callable")  # a function is no value of a recipe
+        meaning = re.sub(r"``([^`]+)``", r"`\1`", " ".join(found[name].split())).rstrip(".")
+        for value, in_yaml in (("`None`", "`null`"), ("`math.inf`", "`.inf`"), ('`"', "`"), ('"`', "`")):
+            meaning = meaning.replace(value, in_yaml)
+        dotted = f"{key}.overrides.{name}"
+        yield _cells(f"`{dotted}`", kind, "of the objective", meaning + set_by(dotted), "")
+
+
+def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -64,6 +64,9 @@ def _numbers(name: str, values: object, parts: tuple[str, ...], positive: int) -
 class Objective:
     """A policy-gradient objective over tokens.
 
+    ``surrogate`` may also be a user-defined function (docs/objectives.md): then only ``aggregate``, ``length_norm``,
+    ``top_entropy`` and ``max_old_prob`` are read.
+
     With ℓ the policy's log-prob of a token, ρ = exp(ℓ − ℓ_old) its ratio and A its advantage:
 
     Attributes:
@@ -71,8 +74,6 @@ class Objective:
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
             ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, or zero if the
             token's probability has changed by more than clip_low or clip_high in the direction of A (DPPO).
-            Or a user-defined function, see ``own.py``: then only ``aggregate``, ``length_norm``, ``top_entropy`` and
-            ``max_old_prob`` are read.
         ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of the mean of ℓ − ℓ_old over the
             sequence (GSPO); ``"sequence_token"``: that value with each token's own gradient (GSPO-token);
             ``"sequence_clipped"``: as ``"sequence"``, with every token's ratio clipped before the mean (GMPO).

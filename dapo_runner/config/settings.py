@@ -49,7 +49,7 @@ class Config(TrainingConfig):
         "parallel.rollout_tensor=1 sampler.oversample=1 !advantage.segments": "env",
     }
 
-    algorithm: str | None = None  # a row of dapo_runner.config.algorithms; its settings become the defaults
+    algorithm: str | None = None  # a name in docs/algorithms.md; its settings become the defaults
     # matched: bring the log-probs of engine and trainer closer together. docs/mismatch.md
     numerics: Literal["default", "matched"] = "default"
     run: RunConfig = RunConfig()

@@ -171,8 +171,8 @@ class LossConfig(Section):
         "!model.tiny !model.compile loss.old_logprobs=learner": "routing_replay",
     }
 
-    objective: str = "dapo"  # a name in dapo_kernels.OBJECTIVES
-    overrides: dict[str, Plain] = {}  # fields of dapo_kernels.Objective, passed through
+    objective: str = "dapo"  # a name in docs/objectives.md
+    overrides: dict[str, Plain] = {}  # other values for fields of the objective: docs/objectives.md
     reference: str | None = None  # kl_coef ≠ 0: the reference model of the KL penalty; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 from builders import make_config
 
+from dapo_kernels.objectives import FIELDS
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.config import Config, TreeShape, apply_overrides, cautions, dump_config, flatten, load_config
 from dapo_runner.config.algorithms import ALGORITHMS
-from dapo_runner.config.reading import every_key
+from dapo_runner.config.reading import section_of
+from dapo_runner.config.section import Section
+from dapo_runner.config.training import LossConfig
 from dapo_runner.preflight.dry_run import summarize
 from dapo_runner.preflight.memory import ModelShape, memory_estimate, model_shape
-from docs.settings_reference import page
+from docs.settings_reference import COMMANDS, page
 
 MINIMAL = """
 model: {tiny: {layers: 2}}
@@ -171,7 +174,7 @@ def test_a_group_may_be_one_step_older_than_the_staleness() -> None:
 def test_the_summary_counts_and_knows_the_size_of_a_real_model(tmp_path: Path) -> None:
     config = make_config(optimizer={"mini_batch_size": 8, "token_budget": 256}, run={"steps": 10})
     assert re.findall(r"\d+", summarize(config)["per step"]) == ["4", "4", "16", "2", "8"]
-    assert "unknown" in summarize(make_config(model={"tiny": None, "path": "not/here"}))["memory"]
+    assert "parameters" not in summarize(make_config(model={"tiny": None, "path": "not/here"}))
     # SmolLM2-135M, whose published size is 134,515,008 parameters.
     (tmp_path / "config.json").write_text(
         '{"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49152,'
@@ -194,19 +197,39 @@ def test_memory_counts_a_critic_and_a_reference() -> None:
     assert more == {"reference weights": 2, "reference's float32 average": 4, "critic's weights and AdamW moments": 14}
 
 
+def settings_of(section: type[Section], prefix: str = "") -> set[str]:
+    """The keys of values, of sections that may be null, and of the fields of an objective."""
+    found = {f"{prefix}overrides.{name}" for name in FIELDS} if section is LossConfig else set()
+    for name, field in section.model_fields.items():
+        key, nested = f"{prefix}{field.alias or name}", section_of(field)
+        if nested is None or type(None) in get_args(field.annotation):
+            found.add(key)
+        if nested is not None:
+            kind = get_origin(field.annotation)
+            found |= settings_of(nested, f"{key}{'.NAME' if kind is dict else '[]' if kind is list else ''}.")
+    return found
+
+
+def rows_of(text: str) -> dict[str, set[str]]:
+    """The keys of each command. A section "As `OTHER` of `COMMAND`" has the rows of the other one."""
+    found: dict[str, set[str]] = {}
+    for part in text.split("\n## `")[1:]:
+        keys = found[part.split("`")[0]] = set(re.findall(r"^\| `(\S+)` \|", part, re.MULTILINE))
+        for section, other, command in re.findall(r"^### `(\S+)`\n\nAs `(\S+)` of `(.+)`\.$", part, re.MULTILINE):
+            keys |= {section + key.removeprefix(other) for key in found[command] if key.startswith(f"{other}.")}
+    return found
+
+
 def test_the_reference_page_has_every_setting_and_the_algorithms_that_set_it() -> None:
     text = page()
+    assert rows_of(text) == {command: settings_of(root) for command, root in COMMANDS.items()}
+    assert len(COMMANDS) == 4  # train, sft, study, convert-answers
     cells = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| `")]
     assert [row[0] for row in cells if not row[3]] == []
-    documented = {row[0].strip("|` ") for row in cells}
-    assert {"run.from", "optimizer.lr", "data.eval.NAME.path", "reward.parts[].use"} <= documented
-    sections = {key.rpartition(".")[0] for key in documented} | {"loss.overrides"}
-    assert [key for key in every_key(Config) if not {key, key.rpartition(".")[0]} & (documented | sections)] == []
     train, others = text.split("## `dapo sft`")
     rows = {line.split("`")[1]: line for line in train.splitlines() if line.startswith("| `")}
     for name, algorithm in ALGORITHMS.items():
         for key in flatten(algorithm.settings):
-            row = rows.get(key) or rows[key.rpartition(".")[0]]  # of `loss.overrides` there is one
-            assert re.search(rf"Set by algorithms: (all\b|[^|]*\b{name}\b)", row), (key, name)
+            assert re.search(rf"Set by algorithms: (all\b|[^|]*\b{name}\b)", rows[key]), (key, name)
     assert "Set by" not in others + rows["optimizer.lr"]
     assert "Set by algorithms: ppo |" in rows["critic.clip"]
