@@ -15,6 +15,8 @@ Look up any metric that a run logs: its unit, its meaning, the panel of the repo
 and what a healthy value looks like. `metrics.jsonl` has one line for each step and one for each
 evaluation, `timings.jsonl` one line for each step.
 
+Prerequisites: the folder of a run ([your first run](first-run.md)).
+
 A `*` stands for a name or a number, for example the k of `avg@k`. A mean over tokens counts the
 tokens that train. A metric of an update is averaged over the updates of a step. Where no healthy
 value is given, the value only describes the step.

@@ -1,4 +1,4 @@
-"""Measure and correct the mismatch between the log-probs of engine and learner.
+"""Measure and correct the mismatch between the log-probs of engine and trainer.
 
 With μ the engine's probability of a sampled token, π the learner's before any update of the step, Δ = log π − log μ
 and means over the n tokens of a step that train:

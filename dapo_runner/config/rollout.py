@@ -137,7 +137,7 @@ class VLLMConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Correct the mismatch between engine and learner. Formulas: dapo_runner.algorithms.correction."""
+    """Correct the mismatch between engine and trainer. Formulas: dapo_runner.algorithms.correction."""
 
     requires = {"weights": "cap floor", "mask": "bound lower_bound"}
 
@@ -161,7 +161,7 @@ class CorrectionConfig(Section):
 
 
 class ProbeConfig(Section):
-    """After each sync, compare the log-probs of engine and learner on responses to a few training prompts."""
+    """After each sync, compare the log-probs of engine and trainer on responses to a few training prompts."""
 
     enabled: bool = True  # compare engine and trainer on a few prompts after each weight transfer
     # limit of the mean |Δ log-prob|; null: by dtype, lower after three probes (docs/vllm.md)

@@ -90,6 +90,7 @@ PANELS = (
     Panel("Reward", "per response", REWARD),
     Panel("Training accuracy", "share of responses", ACCURACY, share=True),
     Panel("Response length", "tokens", LENGTH),
+    Panel("Truncated responses", "share of all generated", (Metric("sampling/truncated", "truncated"),), share=True),
     ENTROPY,
     Panel("Mean generation probability", "of sampled tokens", (Metric("batch/generation_prob", "probability"),)),
     Panel("Loss", "mean of the updates", (Metric("train/loss", "loss"),)),
@@ -99,9 +100,9 @@ PANELS = (
     GRADIENT,
     LEARNING_RATE,
     Panel("Reflection", "phrases per response", REFLECTION, from_zero=True),
-    Panel("Engine against learner", "nats per token", GAPS, from_zero=True),
-    Panel("Engine against learner, largest", "nats", LARGEST_GAPS, from_zero=True),
-    Panel("Engine against learner, weights", "share of tokens", MISMATCH, share=True),
+    Panel("Trainer/engine mismatch", "nats per token", GAPS, from_zero=True),
+    Panel("Largest mismatch", "nats", LARGEST_GAPS, from_zero=True),
+    Panel("Mismatch weights", "share of tokens", MISMATCH, share=True),
     TIME,
 )
 SUPERVISED_PANELS = (Panel("Cross-entropy", "nats per token", SUPERVISED_LOSS), ENTROPY, GRADIENT, LEARNING_RATE, TIME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -34,21 +33,21 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 def draw(points: Points, title: str) -> Figure:
     """Draw every panel that has data. The horizontal axis is the step."""
-    panels = panels_of(points)
+    zero = {key for key, (_, values) in points.items() if not any(values)}  # hidden by an axis that starts at 0
+    panels = [p for p in panels_of(points) if not (p.from_zero and {c.key for c in p.curves} & points.keys() <= zero)]
     rows = max(1, -(-len(panels) // COLUMNS))
     figure = Figure(figsize=(4.3 * COLUMNS, 2.9 * rows), dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     steps = [step for curve in points.values() for step in curve[0]]
-    x_label = step_name(panels)
     margin = max(0.5, 0.03 * (max(steps) - min(steps)))
-    for panel, ax in zip_longest(panels, figure.subplots(rows, COLUMNS, squeeze=False).flat):
-        if panel is None:
-            ax.remove()
-            continue
-        style(ax, panel.title, x_label, panel.unit)
+    cells = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for panel, ax in zip(panels, cells, strict=False):
+        style(ax, panel.title, step_name(panels), panel.unit)
         ax.set_xlim(min(steps) - margin, max(steps) + margin)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
         _draw_curves(ax, panel, points)
+    for ax in cells:  # those left over
+        ax.remove()
     return figure
 
 

@@ -1,6 +1,6 @@
-"""Check after each weight update that the engine holds the learner's weights and computes the same model.
+"""Check after each weight update that the engine holds the trainer's weights and computes the same model.
 
-The engine samples a few tokens for a few training prompts, and the learner computes the log-probs of the same tokens.
+The engine samples a few tokens for a few training prompts, and the trainer computes the log-probs of the same tokens.
 Missing weights, a stale cache, or a temperature that only one side applies are visible in the difference.
 """
 
@@ -30,7 +30,7 @@ N_USUAL, MAX_TIMES, MIN_SHARE = 3, 10, 0.1
 
 
 class OutOfSyncError(RunError):
-    """The mismatch of engine and learner exceeds `rollout.probe.bound` or `rollout.max_mismatch_kl`."""
+    """The mismatch of trainer and rollout engine exceeds `rollout.probe.bound` or `rollout.max_mismatch_kl`."""
 
 
 class SyncProbe:
@@ -74,9 +74,9 @@ class SyncProbe:
             gap = mismatch.metrics().get("rollout_gap", math.nan)  # NaN if the engine returned no log-probs
             if not gap <= self.bound:  # also true for NaN
                 raise OutOfSyncError(
-                    f"rollout.probe.bound: expected log-probs of engine and learner to differ by at most "
+                    f"rollout.probe.bound: expected log-probs of trainer and rollout engine to differ by at most "
                     f"{self.bound:.3g}, got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold "
-                    "the learner's weights, or does not compute the same model."
+                    "the trainer's weights, or does not compute the same model."
                 )
         total = sum((mismatch for _, mismatch in gathered), Mismatch()).metrics()
         self.remember(total["rollout_gap"])

@@ -178,12 +178,12 @@ class Run(TrainingRun):
         return self.probe()
 
     def probe(self) -> dict[str, float]:
-        """Measure the difference between the log-probs of engine and learner. Raises OutOfSyncError."""
+        """Measure the difference between the log-probs of engine and trainer. Raises OutOfSyncError."""
         with self.timed("probe"):
             return self.sync_probe(self.engine, self.learner)
 
     def check_mismatch(self, trained: TrainedStep) -> None:
-        """Warn or raise OutOfSyncError if the KL between engine and learner exceeds `rollout.max_mismatch_kl`."""
+        """Warn or raise OutOfSyncError if the KL between engine and trainer exceeds `rollout.max_mismatch_kl`."""
         limit, kl = self.config.rollout.max_mismatch_kl, trained.figures.get("rollout_k3", 0.0)
         if limit is None or kl <= limit:
             return

@@ -1,4 +1,4 @@
-"""Engine against learner: weights and figures of single tokens, and which log-probs the parts of a step start from."""
+"""Engine and trainer: weights and figures of single tokens, and which log-probs the parts of a step start from."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from dapo_runner.rollout.group_buffer import SamplingStats
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group
 from docs.glossary import AREAS, is_documented, panel_of, rows
+from docs.troubleshooting_pictures import DRAWN
 
 # The file
 
@@ -179,7 +180,7 @@ def test_every_curve_has_a_row_and_every_panel_a_title_of_its_own() -> None:
     assert len({panel.title for panel in panels}) == len(panels)
     gaps = [key for key, *_ in rows() if key.startswith(("train/rollout_", "sync/"))]
     assert len(gaps) > 5
-    assert [key for key in gaps if not panel_of(key)] == []
+    assert [key for key in (*gaps, *(key for keys in DRAWN.values() for key in keys)) if not panel_of(key)] == []
     assert title_and_unit("train/entropy") == ("Entropy", "nats per token")
     assert title_and_unit("own/metric") == ("own/metric", "")
     assert title_and_unit("batch/age")[1] == next(unit for key, unit, *_ in rows() if key == "batch/age")
@@ -264,6 +265,11 @@ def test_every_curve_is_drawn_with_its_values() -> None:
         else:
             expected = [curve for curve in panel.curves if not curve.key.startswith("eval/")]
             assert [list(line.get_ydata()) for line in ax.lines] == [[0.5, 1.5, 2.5]] * len(expected)
+
+
+def test_a_panel_with_nothing_above_its_axis_is_left_out() -> None:
+    points = collect([{"step": step, "reflection/en": 0.0, "train/entropy": 0.0} for step in range(3)])
+    assert [ax.get_title(loc="left") for ax in draw(points, "run").axes] == [panel_of("train/entropy")]
 
 
 def test_a_stack_survives_steps_that_generated_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The probe of engine and learner: which gap is too large."""
+"""The probe of engine and trainer: which gap is too large."""
 
 from __future__ import annotations
 
