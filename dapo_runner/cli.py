@@ -46,6 +46,7 @@ def command(name: str, help: str, *arguments: Argument, takes: str = "", functio
     COMMANDS[name] = Command(help, arguments, takes, function or f"{name}:run")
 
 
+VERSION = argument("--version", action="version", help="print the version of this package")
 CONFIG = argument("config", help="a YAML file, or the name of a recipe (dapo recipes lists them)")
 RUNS = argument("run", type=Path, nargs="+", help="the folder of a run; a page shows several runs")
 DRY_RUN = argument("--dry-run", action="store_true", help="print the resolved settings and the preflight checks")
@@ -115,7 +116,7 @@ command(
     "show the rollouts of a step, group by group",
     argument("run", type=Path, help="the folder of a run"),
     argument("--eval", action="store_true", help="show the answers to held-out problems instead"),
-    argument("--step", type=int, metavar="N", help="which step (default: list the steps that are kept)"),
+    argument("--step", type=int, metavar="N", help="which step (default: list the steps that are saved)"),
     argument("--group", type=int, metavar="G", help="show only group G"),
     argument("--json", action="store_true", help="print one line of JSON per group"),
     function="logs:show",
@@ -172,7 +173,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dapo", description="Train language models with DAPO.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("dapo-kernels"))
+    parser.add_argument(*VERSION[0], **VERSION[1], version=importlib.metadata.version("dapo-kernels"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, described in COMMANDS.items():
         added = commands.add_parser(name, help=described.help, allow_abbrev=False)

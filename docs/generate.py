@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dapo_runner.cli import COMMANDS, Command
+from dapo_runner.cli import COMMANDS, VERSION, Command
 from docs import glossary, settings_reference
 
 CLI_HEADER = """\
@@ -14,13 +14,16 @@ CLI_HEADER = """\
 Look up any command of `dapo`: what it does, its arguments and its options. A command that shows
 `section.key=value` in its usage line takes overrides of [any setting](settings.md).
 
+Prerequisites: the package with the extra `runner` ([install](../README.md#install)).
+
 This page is generated: `python -m docs.generate`.
 """
 
 
 def cli_page() -> str:
     """Return the text of docs/cli.md."""
-    return "\n".join([CLI_HEADER, *(part for name, command in COMMANDS.items() for part in _section(name, command))])
+    sections = (part for name, command in COMMANDS.items() for part in _section(name, command))
+    return "\n".join([CLI_HEADER, "## `dapo`\n", *_table([_row(*VERSION)]), *sections])
 
 
 def _section(name: str, command: Command) -> Iterator[str]:
@@ -29,6 +32,10 @@ def _section(name: str, command: Command) -> Iterator[str]:
     usage = f"dapo {name} {positional}".strip() + " [options]" * any(row.startswith("| `-") for row in rows)
     yield f"## `dapo {name}`\n\n{_sentence(command.help)}\n"
     yield f"```\n{usage}{' [section.key=value …]' * bool(command.takes)}\n```\n"
+    yield from _table(rows)
+
+
+def _table(rows: list[str]) -> Iterator[str]:
     if rows:
         yield "\n".join(["| argument | meaning |", "|---|---|", *rows, ""])
 

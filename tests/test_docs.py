@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo_runner.cli import COMMANDS
+from dapo_runner.cli import COMMANDS, main
 from dapo_runner.config import Config, flatten, lay_settings, parse_config, read_recipe
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
@@ -33,7 +33,6 @@ IN_SETS = re.compile(r"^data\.eval\.\w+(\.(path|format|columns|subset|split|limi
 OF_MODELS = {"model.config.logits_scaling", "model.lm_head.weight", "model.model"}  # of transformers
 
 LOOKED_UP = ("api.md", "cli.md", "metrics.md", "objectives.md", "settings.md", "index.md")
-GENERATED = ("settings.md", "metrics.md", "cli.md")
 # Words of our own that have a standard term, and the terms that are used instead.
 WORDS = {
     r"\b(put back|taken up|runs? (is|are|was|were) opened)\b": "start, resume",
@@ -85,6 +84,13 @@ def test_commands_and_their_options_exist(name: str) -> None:
             assert {word.rstrip(".,;:)") for word in words if word.startswith("--")} <= options, line
 
 
+def test_the_options_without_a_command_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    options = re.findall(r"^  .*(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    _, section, *_ = DOCS["cli.md"].split("\n## ")
+    assert ["--help", *re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)] == options
+
+
 @every_page
 def test_links_files_and_modules_exist(name: str) -> None:
     folder = ROOT if name == "README.md" else ROOT / "docs"
@@ -117,9 +123,8 @@ def test_keys_are_found() -> None:
 @every_page
 def test_prose_has_short_lines_and_standard_terms(name: str) -> None:
     prose = without_code(TEXTS[name])
-    if name not in GENERATED:
-        lines = [line for line in prose.splitlines() if not line.startswith(("|", "![", "    "))]
-        assert [line for line in lines if len(line) > 100] == []
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "![", "    "))]
+    assert [line for line in lines if len(line) > 100] == []
     words = " ".join(re.sub(r"`[^`]*`", "", prose).split())
     found = {(name, match[0]): terms for own, terms in WORDS.items() for match in re.finditer(own, words)}
     assert found.keys() <= THE_PAPERS, found
@@ -132,7 +137,7 @@ def test_a_page_begins_with_what_it_is_for_and_what_it_takes(name: str) -> None:
         assert re.match(r"(Look up|Find) ", opener)
     else:
         assert re.match(r"After (reading this page|this tutorial) you can\b", opener.replace("\n", " "))
-        assert any(part.startswith("Prerequisites: ") for part in others[:3])
+    assert any(part.startswith("Prerequisites: ") for part in others[:3])
 
 
 def test_the_index_lists_every_page() -> None:

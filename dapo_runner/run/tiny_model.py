@@ -170,14 +170,14 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
         if not unseen:
             report(progress)
             continue
-        solved, truncated = solved_and_cut(model, tokenizer, unseen, config)
+        solved, truncated = shares_solved_and_truncated(model, tokenizer, unseen, config)
         report(f"{progress}, {solved:.0%} of unseen problems solved, {truncated:.0%} of the answers truncated")
         if settings.stop_at is not None and solved >= settings.stop_at:
             break
     model.eval()
 
 
-def solved_and_cut(
+def shares_solved_and_truncated(
     model: Any, tokenizer: Any, problems: list[ArithmeticProblem], config: Config
 ) -> tuple[float, float]:
     """Return the shares solved and truncated, with one sample per problem and the sampling settings of rollouts."""

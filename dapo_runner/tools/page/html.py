@@ -42,7 +42,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
         steps = saved_steps(run / ROLLOUTS)
         chosen = spread_steps({step: path.stat().st_size for step, path in steps.items()}, max_mb * 1e6 / len(runs))
         shown["rollouts"] = {step: base64.b64encode(steps[step].read_bytes()).decode() for step in chosen}
-        shown |= {"steps": chosen, "kept": len(steps)}
+        shown |= {"steps": chosen, "saved": len(steps)}
     out = out or runs[0] / HTML_FILE
     atomic_write(out, render(data))
     return out

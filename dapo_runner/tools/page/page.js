@@ -291,16 +291,16 @@ async function findPrompt(run, { prompt, step }) {
 
 /** Show a group of a run: the one that was chosen in it, or one with the prompt that `leader` shows. */
 async function fill(column, run, leader) {
-  const { name, steps, kept } = data.runs[run];
+  const { name, steps, saved } = data.runs[run];
   const heading = column.appendChild(make("h3", "", name));
   if (data.runs.length > 1) heading.style.color = visible(COLOURS[run % COLOURS.length]);
-  if (kept > steps.length) {
-    column.append(make("p", "note", `${steps.length} of the ${kept} steps kept are in this file (--max-mb)`));
+  if (saved > steps.length) {
+    column.append(make("p", "note", `${steps.length} of the ${saved} saved steps are in this file (--max-mb)`));
   }
   if (!steps.length) return void column.append(make("p", "note", "no rollouts"));
   const lead = await leader;
   const same = lead && (await findPrompt(run, lead));
-  if (lead && !same) column.append(make("p", "note", "no group of this prompt is kept near this step; another one:"));
+  if (lead && !same) column.append(make("p", "note", "no group of this prompt is saved near this step; another one:"));
   const place = same ?? places[run];
   const go = (where) => {
     Object.assign(places[run], where);
@@ -312,7 +312,7 @@ async function fill(column, run, leader) {
   where.append(chooser(steps, (n) => `step ${n}`, step, (chosen) => go({ step: chosen })));
   const { header, groups } = await load(run, step);
   const found = groups.filter(wanted);
-  where.append(make("span", "note", `${groups.length} of ${header.groups} groups kept, ${found.length} pass the filters`));
+  where.append(make("span", "note", `${groups.length} of ${header.groups} groups saved, ${found.length} pass the filters`));
   if (!found.length) return null;
   const group = found.find((group) => group.group === place.group) ?? found[0];
   const title = (number) => {

@@ -50,7 +50,7 @@ def test_a_file_holds_curves_and_rollouts(run: Path) -> None:
     assert all(len(data["meanings"][key]) > 20 for key in drawn)
     (shown,) = data["runs"]
     assert shown["curves"]["batch/reward"] == [[1, 2, 3, 4, 5, 6], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]
-    assert (shown["name"], shown["steps"], shown["kept"], data["live"]) == ("a", list(STEPS), 2, False)
+    assert (shown["name"], shown["steps"], shown["saved"], data["live"]) == ("a", list(STEPS), 2, False)
     for step, path in saved_steps(run / ROLLOUTS).items():
         assert gzip.decompress(base64.b64decode(shown["rollouts"][str(step)])) == gzip.decompress(path.read_bytes())
 
@@ -90,7 +90,7 @@ def test_what_has_no_room_is_left_out_evenly(room: int, steps: list[int]) -> Non
 def test_a_limit_of_a_file_is_kept_and_shown(run: Path) -> None:
     room = sum(path.stat().st_size for path in saved_steps(run / ROLLOUTS).values()) - 1
     (shown,) = data_of(write_page([run], max_mb=room / 1e6).read_text())["runs"]
-    assert (shown["steps"], shown["kept"]) == ([STEPS[-1]], 2)
+    assert (shown["steps"], shown["saved"]) == ([STEPS[-1]], 2)
 
 
 def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
