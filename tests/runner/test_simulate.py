@@ -63,7 +63,7 @@ def check_by_arithmetic(config: Config, shape: ModelShape, found: Simulation) ->
     update = sum(size for what, size in estimate.items() if not what.startswith(("engine", "KV")))
     assert 1 / 1.25 < phase_peaks(config, found)["update"] / update < 1.25
     assert fits(config, found)
-    assert "fits" in describe(config, found)
+    assert f"{max(phase_peaks(config, found).values()) / 2**30:,.2f}" in describe(config, found)["fits"]
 
 
 def check_page(recipe: Path, config: Config, found: Simulation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.yaml").write_text(SNIPPETS["own model"])
     short = ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=8", "reward.overlong.cache_length=4"]
     assert main(["train", "own.yaml", *short, "--dry-run"]) == 0
-    assert "300 rows → 44 training and 256 held-out prompts" in capsys.readouterr().out
+    assert re.search(r"data: 300\D+44\D+256\b", capsys.readouterr().out)
 
 
 def test_a_run_is_started_read_resumed_and_forked() -> None:

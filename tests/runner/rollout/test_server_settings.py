@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -62,11 +63,11 @@ def test_addresses_that_are_some() -> None:
 
 
 def test_other_ranks_wait_for_as_long_as_servers_may_drain() -> None:
-    def missing(layout: Layout, **sections: Any) -> str:
+    def least_timeout(layout: Layout, **sections: Any) -> list[str]:
         rollout = {"engine": "server", "max_staleness": 1, "partial": False, "correction": {"weights": "token"}}
         with pytest.raises(ConfigError) as raised:  # data.template, if nothing else
             check_needs(make_config(rollout=rollout, **sections), layout)
-        return str(raised.value)
+        return re.findall(r"^parallel\.timeout: \D*(\d+)", str(raised.value), re.MULTILINE)
 
-    assert "parallel.timeout: expected at least 3000 s with rollout.partial=false" in missing(Layout(2, 2))
-    assert "parallel.timeout" not in missing(Layout()) + missing(Layout(2, 2), parallel={"timeout": 3000.0})
+    assert least_timeout(Layout(2, 2)) == ["3000"]
+    assert least_timeout(Layout()) + least_timeout(Layout(2, 2), parallel={"timeout": 3000.0}) == []
