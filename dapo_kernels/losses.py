@@ -315,7 +315,7 @@ def policy_loss(
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
     if call.needs_entropy and entropy is None:
         field = "entropy_coef" if call.objective.entropy_coef != 0 else "top_entropy"
-        raise ValueError(f"policy_loss: {field}={getattr(call.objective, field):g} needs entropy, {layout.describe()}")
+        raise ValueError(f"policy_loss: {field}={getattr(call.objective, field):g} requires entropy, got None")
     entropies = None if entropy is None else layout.per_token("entropy", entropy, keep_grad=True)
     backend_name = backend_for("policy_loss", logprobs.device, layout.dtype)
     flat = layout.per_token("logprobs", logprobs, keep_grad=True)
