@@ -61,8 +61,8 @@ def share_of(live: Tensor, share: float, *, rounding: str) -> Tensor:
         >>> import torch
         >>> from dapo_kernels import select
         >>> live = torch.ones(7, dtype=torch.bool)
-        >>> [int(select.share_of(live, 0.2, rounding=rounding)) for rounding in ("up", "down")]
-        [2, 1]
+        >>> int(select.share_of(live, 0.2, rounding="up")), int(select.share_of(live, 0.2, rounding="down"))
+        (2, 1)
     """
     count = live.sum().double() * share
     # A share such as 0.2 is not exact in binary: 0.2 · 10 must not be rounded up to 3.
