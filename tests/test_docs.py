@@ -170,8 +170,7 @@ def test_the_table_of_objectives_is_that_of_the_code() -> None:
         shown = {key: ast.literal_eval(value) for key, value in re.findall(r"`(\w+)=(.+?)`", others)}
         for estimator, to, coef in re.findall(r"(k\d) KL(?: to the (old) policy)?, ([\d.]+)", others):
             shown |= {"kl_estimator": estimator, "kl_to": to or "reference", "kl_coef": float(coef)}
-        shown |= {"aggregate": aggregate, "paper": own.paper}
-        assert Objective(surrogate, ratio or "token", low, high, **shown) == own
+        assert Objective(surrogate, ratio or "token", low, high, aggregate=aggregate, paper=own.paper, **shown) == own
 
 
 @pytest.mark.parametrize("name", ["server.md", "vllm.md", "algorithms.md"])

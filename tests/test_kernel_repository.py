@@ -37,12 +37,11 @@ sys.modules["dapo_kernels"] = None
 {{kernels}}
 {LOAD}
 import torch
-(hidden, weight, logits), tokens = torch.load("inputs.pt")
-targets, old_logprobs, advantages = tokens
+(hidden, weight, logits), (targets, old_logprobs, advantages) = torch.load("inputs.pt")
 with losses.use_backend("triton"):
     {CALL}
     gradients = torch.autograd.grad(out.loss, (hidden, weight))
-    second = losses.dapo_loss(logits, *tokens).loss
+    second = losses.dapo_loss(logits, targets, old_logprobs, advantages).loss
     gradients += torch.autograd.grad(second, (logits,))
 torch.save((out.loss.detach(), second.detach(), *gradients), "results.pt")
 """

@@ -439,7 +439,6 @@ def test_verls_actor_loss(dp_size: int) -> None:
 
 
 def test_the_settings_of_the_page_are_verls() -> None:
-    """Of docs/verl.md: a key without + exists, and what a value names is registered."""
     config = OmegaConf.load(Path(core_algos.__file__).parents[1] / "config" / "_generated_ppo_trainer.yaml")
     OmegaConf.set_struct(config, True)
     page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
