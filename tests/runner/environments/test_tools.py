@@ -212,6 +212,7 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
         (None, [f"{HERE}:product", f"{HERE}:product"], r"^env\.tools"),
         (None, ["builtins:print"], r"^env.*print"),
         (None, [f"{HERE}:absent"], r"^env\.tools.*absent"),
+        ("talkers:Talkr", [], r"^env\.kind.*Talker"),
     ],
 )
 def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str) -> None:
