@@ -115,6 +115,8 @@ def check_tiny(config: Config) -> None:
             "model.tiny: requires data.format=arithmetic, which its vocabulary is made for, got "
             f"{config.data.format!r}. Set model.path to train a real model."
         )
+    if config.env is not None and not all(tool.endswith(":calculator") for tool in config.env.tools):
+        raise ConfigError(f"env.tools: expected a tool named calculator with model.tiny, got {config.env.tools}")
     if KNOWN.sub("", apply_template(config.data.prompt_template, "")):
         raise ConfigError(
             f"data.template: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, "
