@@ -149,7 +149,7 @@ def _selection(layout: Layout, objective: Objective, value: Tensor | float) -> T
     """Return a checked precomputed selection: bool [N], or a threshold for ``top_entropy``."""
     name = objective.batch_selection
     if name is None:
-        raise ValueError(f"{layout.caller}: selection has no use: the objective selects no tokens of the batch")
+        raise ValueError(f"{layout.caller}: selection requires top_entropy, clip_cov or kl_cov, got none of them")
     if isinstance(value, Tensor) and value.dim() > 0:
         if value.dtype != torch.bool:
             raise TypeError(f"{layout.caller}: selection per token must be bool, got {value.dtype}")
@@ -196,16 +196,16 @@ def _check_combination(
         )
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         raise ValueError(
-            f"{layout.caller}: aggregate='seq-mean-token-sum-norm' needs length_norm, a constant number of tokens "
-            "(Dr.GRPO: the longest response allowed)"
+            f"{layout.caller}: aggregate='seq-mean-token-sum-norm' requires length_norm, got None: pass a "
+            "constant number of tokens (Dr.GRPO: the longest response allowed)"
         )
     if objective.needs_reference and ref_logprobs is None:
-        raise ValueError(f"{layout.caller}: kl_coef={objective.kl_coef:g} needs ref_logprobs; or pass kl_coef=0.0")
+        raise ValueError(f"{layout.caller}: kl_coef={objective.kl_coef:g} requires ref_logprobs, or pass kl_coef=0.0")
     if not objective.needs_reference and objective.own is None and ref_logprobs is not None:
-        why = "kl_coef=0; pass kl_coef" if objective.kl_coef == 0 else "kl_to='old'; pass kl_to='reference'"
-        raise ValueError(f"{layout.caller}: ref_logprobs has no use with {why}, or leave it out")
+        why = "kl_coef=0: pass kl_coef" if objective.kl_coef == 0 else "kl_to='old': pass kl_to='reference'"
+        raise ValueError(f"{layout.caller}: ref_logprobs is not supported with {why}, or leave it out")
     if objective.max_old_prob is not None and old_logprobs is None:
-        raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} needs old_logprobs")
+        raise ValueError(f"{layout.caller}: max_old_prob={objective.max_old_prob:g} requires old_logprobs, got None")
 
 
 def _prompt_groups(
@@ -222,12 +222,12 @@ def _prompt_groups(
         for name, value in zip(_OF_GROUPS, (group_ids, group_tokens), strict=True):
             if value is not None:
                 raise ValueError(
-                    f"{layout.caller}: {name} has no use with aggregate={objective.aggregate!r}: pass "
-                    f"aggregate={PROMPT_MEAN!r}, or leave it out"
+                    f"{layout.caller}: {name} requires aggregate={PROMPT_MEAN!r}, got {objective.aggregate!r}: set "
+                    f"it, or leave {name} out"
                 )
     if group_ids is None and (group_tokens is None or denominator is None):
         raise ValueError(
-            f"{layout.caller}: aggregate={PROMPT_MEAN!r} needs group_ids, integers {layout.describe_sequences()}, "
+            f"{layout.caller}: aggregate={PROMPT_MEAN!r} requires group_ids, integers {layout.describe_sequences()}, "
             "equal where sequences answer the same prompt; or both group_tokens and denominator"
         )
     ids = None if group_ids is None else _group_ids(layout, group_ids)

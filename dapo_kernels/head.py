@@ -90,6 +90,6 @@ def _check_main_grad(layout: Layout, main_grad: Any, weight: Tensor) -> None:
         got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
         raise layout.fail("main_grad", f"float32 {shape} on {weight.device}, like weight", got)
     if torch.is_grad_enabled() and not weight.requires_grad:
-        raise ValueError(f"{layout.caller}: main_grad has no use: weight does not require a gradient")
+        raise ValueError(f"{layout.caller}: main_grad requires weight.requires_grad=True, got False")
     if torch.compiler.is_compiling():
-        raise ValueError(f"{layout.caller}: main_grad works in eager mode; a compiled graph adds gradients up itself")
+        raise ValueError(f"{layout.caller}: main_grad is not supported with torch.compile: leave it out")

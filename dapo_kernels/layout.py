@@ -344,7 +344,7 @@ def check_rows_apart(layout: Layout, logits: Tensor) -> None:
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
         if size > 1 and stride < reach:
             raise ValueError(
-                f"{layout.caller}: inplace_backward=True needs logits whose rows do not share memory; got strides "
+                f"{layout.caller}: inplace_backward=True requires logits whose rows do not share memory, got strides "
                 f"{list(logits.stride())} for {list(logits.shape)}: pass logits.contiguous(), or leave it False"
             )
         reach += (size - 1) * stride

@@ -93,34 +93,36 @@ def dapo_loss(
             ``positive_logprobs`` counts their tokens.
         advantages: per token, or per sequence [S] / [B].
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
-            returns a loss per token, each [n] (docs/objectives.md, "A loss of your own").
-        mask: same shape as ``target_ids``: which tokens train. A masked token may hold anything, also NaN.
-        cu_seqlens: int32 [S+1], the boundaries of packed sequences.
-        ref_logprobs: per token, under the reference policy; required if ``kl_coef`` is not 0.
+            returns a loss per token, each [n] (docs/objectives.md, "A loss of your own"). Default: 'dapo'.
+        mask: same shape as ``target_ids``: which tokens train; a masked one may hold anything, NaN too. Default: None.
+        cu_seqlens: int32 [S+1], the boundaries of packed sequences. Default: None.
+        ref_logprobs: per token, under the reference policy; required if ``kl_coef`` is not 0. Default: None.
         importance_weights: per token or sequence; they multiply the policy term and KL-Cov's penalty, but not the KL to
-            a reference or the entropy bonus (rollout correction).
-        temperature: positive number, or one per token; 1 by default.
+            a reference or the entropy bonus (rollout correction). Default: None.
+        temperature: positive number, or one per token. Default: 1.0.
         sampling_mask: a ``SamplingMask``: the tokens that top-p, top-k or min-p left for sampling. Log-probs, entropies
             and gradients are those of the softmax over them; other logits of the row are not read (docs/guide.md).
+            Default: None.
         denominator: replaces the local count of tokens (or of sequences, or of prompts) in the mean; a number or a
-            0-d tensor, the count over all micro-batches and ranks.
+            0-d tensor, the count over all micro-batches and ranks. Default: None.
         group_ids: integers [S] / [B], equal for sequences that answer the same prompt. Only with
             ``aggregate="prompt-mean-token-mean"``, which requires them, or ``group_tokens`` and ``denominator``.
+            Default: None.
         group_tokens: [S] / [B], for each sequence the live tokens of its whole group over all micro-batches and ranks,
-            if this call may not hold the whole group; counted by default. Only with that aggregate.
+            if this call may not hold the whole group. Only with that aggregate. Default: None (counted).
         inplace_backward: let the gradient overwrite the logits' storage (already in this call if the objective allows
-            one pass). The logits must not be used afterwards.
-        entropy: also return the entropy of every live token.
+            one pass). The logits must not be used afterwards. Default: False.
+        entropy: also return the entropy of every live token. Default: False.
         selection: with ``top_entropy``, ``clip_cov`` or ``kl_cov``, the selected tokens (bool, per token), computed
             beforehand over the whole batch (``dapo_kernels.select``), so that it does not depend on micro-batches;
-            ``top_entropy`` also takes the entropy threshold as a number.
-        generator: for the random choice of ``clip_cov``.
+            ``top_entropy`` also takes the entropy threshold as a number. Default: None.
+        generator: for the random choice of ``clip_cov``. Default: None.
         valid_vocab: number of columns that can be sampled, from the first. The columns behind them pad the vocabulary:
-            they are ignored and get gradient zero. Targets are then in [0, valid_vocab).
+            they are ignored and get gradient zero. Targets are then in [0, valid_vocab). Default: None.
         group: a ``torch.distributed`` process group whose ranks each hold some columns of the logits, in the order of
             its ranks. All other arguments and the results are the same on all ranks; targets index the whole
-            vocabulary. Not needed for a ``DTensor`` with ``Shard(-1)`` (docs/vocabulary-parallel.md).
-        clip_high and every other field of ``Objective``: override it for this call.
+            vocabulary. Not needed for a ``DTensor`` with ``Shard(-1)`` (docs/vocabulary-parallel.md). Default: None.
+        clip_high and every other field of ``Objective``: override it for this call. Default: the objective's.
 
     Returns:
         ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
@@ -197,29 +199,32 @@ def linear_dapo_loss(
     Args:
         hidden: [T, H] packed or [B, L, H] padded.
         weight: [V, H], the output head (``lm_head.weight``), same dtype as ``hidden``.
-        bias: [V], same dtype.
+        bias: [V], same dtype. Default: None.
         lora: an adapter of the head, ``LoraFactors(a [r, H], b [V, r], scale)`` with the same dtype. The weight is then
             weight + scale · b · a, which is never materialized. Those of a, b and weight that require a gradient get
-            one. With ``group``, b has this rank's rows and a is the same on all ranks.
-        softcap: c of c·tanh(logits/c), applied before the temperature.
-        float32_logits: keep the logits of 16-bit inputs in float32. By default they are rounded to the inputs' dtype,
-            as in most models and rollout engines. Match the engine: otherwise the ratio contains the difference. On the
-            CPU this product runs at the float32 rate.
-        chunk_bytes: size of the logits buffer, the only O(V) memory per token; by default 192 MiB, on a GPU 1 GiB
-            (more if a single chunk then avoids the float32 running sum of the weight's gradient).
+            one. With ``group``, b has this rank's rows and a is the same on all ranks. Default: None.
+        softcap: c of c·tanh(logits/c), applied before the temperature. Default: None.
+        float32_logits: keep the logits of 16-bit inputs in float32. Default: False, they are rounded to the inputs'
+            dtype, as in most models and rollout engines. Match the engine: otherwise the ratio contains the difference.
+            On the CPU this product runs at the float32 rate.
+        chunk_bytes: size of the logits buffer, the only O(V) memory per token. Default: None (192 MiB, on a
+            GPU 1 GiB; more if a single chunk then avoids the float32 running sum of the weight's gradient).
         host_sync: on a GPU, whether the call may wait for the device once per pass to learn the number of live tokens.
             It then computes only those. Without waiting, all tokens go through the GEMMs, shapes depend only on the
-            arguments, and the call can be captured in a CUDA graph. By default it waits if a mask is given, because a
-            wait costs microseconds and a token's GEMMs 6·H·V flops; but not during graph capture or under
+            arguments, and the call can be captured in a CUDA graph. Default: None, it waits if a mask is given, because
+            a wait costs microseconds and a token's GEMMs 6·H·V flops; but not during graph capture or under
             ``torch.cuda.set_sync_debug_mode``.
         main_grad: float32 [V, H] to which the backward pass adds the weight's gradient, like Megatron's ``main_grad``.
             ``weight.grad`` is not changed and hooks on it do not run. Every backward pass adds to it, also one that
             only asks for another tensor's gradient. Summing many micro-batches in a 16-bit ``.grad`` would lose digits.
+            Default: None.
         group: a process group whose ranks each hold some rows of the head. Then ``weight`` [V/ranks, H], ``bias``,
             ``main_grad`` and their gradients are those of this rank, and ``hidden.grad`` is summed over the group. Not
             needed for a ``weight`` (and ``bias``) that is a ``Shard(0)`` ``DTensor`` (docs/vocabulary-parallel.md).
+            Default: None.
         sequence_parallel: with a shared head, ``hidden`` is this rank's part of the tokens, [T/ranks, H] or
             [B, L/ranks, H]. It is gathered, and its gradient reduce-scattered. Per-token tensors are for all tokens.
+            Default: False.
 
     The other arguments, the result and the errors are those of ``dapo_loss``. Softmax arithmetic is in float32.
 
@@ -291,7 +296,7 @@ def policy_loss(
 
     Args:
         logprobs: [T] packed or [B, L] padded, of the tokens under the trained policy; differentiable.
-        entropy: same shape, differentiable; required if ``entropy_coef`` is not 0.
+        entropy: same shape, differentiable; required if ``entropy_coef`` is not 0. Default: None.
 
     The other arguments and the errors are those of ``dapo_loss``.
 
@@ -315,7 +320,7 @@ def policy_loss(
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
     if call.needs_entropy and entropy is None:
         field = "entropy_coef" if call.objective.entropy_coef != 0 else "top_entropy"
-        raise ValueError(f"policy_loss: {field}={getattr(call.objective, field):g} needs entropy, {layout.describe()}")
+        raise ValueError(f"policy_loss: {field}={getattr(call.objective, field):g} requires entropy, got None")
     entropies = None if entropy is None else layout.per_token("entropy", entropy, keep_grad=True)
     backend_name = backend_for("policy_loss", logprobs.device, layout.dtype)
     flat = layout.per_token("logprobs", logprobs, keep_grad=True)

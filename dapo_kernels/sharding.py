@@ -82,7 +82,7 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
             raise TypeError(f"{caller}: sequence_parallel must be True or False, got {by_sequence!r}")
         if group is None and not _is_dtensor(weight):
             if by_sequence:
-                raise ValueError(f"{caller}: sequence_parallel=True needs the group= that shares the head")
+                raise ValueError(f"{caller}: sequence_parallel=True requires a group that shares the head, got None")
             return hidden, weight, None
         weight, shard = _columns_of(caller, "weight", weight, 0, group)
         for name in BY_VOCAB:
@@ -95,9 +95,7 @@ def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[
         if shard is None or not by_sequence:
             return hidden, weight, shard
         if shard.whole:
-            raise ValueError(
-                f"{caller}: hidden sharded by sequence needs a head sharded by vocabulary, on the same ranks"
-            )
+            raise ValueError(f"{caller}: hidden sharded by sequence requires weight to be Shard(0) on the same ranks")
         check_tensor(caller, "hidden", hidden, "a tensor [T/ranks, H] or [B, L/ranks, H]")
     return hidden, weight, shard._replace(sequence_parallel=True)
 
@@ -210,7 +208,7 @@ def _columns_of(caller: str, name: str, value: Any, dim: int, group: Any) -> tup
         )
     ranks = mesh.get_group()
     if group is not None and group.group_name != ranks.group_name:
-        raise ValueError(f"{caller}: group has no use with a DTensor, or must be its mesh's")
+        raise ValueError(f"{caller}: group must be that of the DTensor's mesh, or None; got another")
     return value.to_local(), _of_group(caller, ranks, value.shape[dim], whole)
 
 

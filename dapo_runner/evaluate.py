@@ -84,16 +84,18 @@ class Evaluation:
         """
         groups = [group for group, _ in judged]
         samples = [sample for group in groups for sample in group.samples]
-        average, consensus = mean_correct(groups), _mean_of(votes for _, votes in judged)
+        average = _mean(group.n_correct / len(group.samples) for group in groups)
+        consensus = _mean_of(votes for _, votes in judged)
         turns = [len(sample.completion.policy_turns) for sample in samples]
         read = [sample.verdict.extracted is not None for sample in samples]
         # A reward that judges correctness without extracting an answer leaves nothing to vote on.
         votes = any(read) or not average if self.reads_answers else all(read)
         parts = sorted({name for sample in samples for name in sample.parts})
+        powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
         return {
             f"avg@{self.k}": average,
             **({f"cons@{self.k}": consensus.correct} if votes else {}),
-            **{f"pass@{j}": pass_at(groups, j) for j in _powers_of_two(self.k)},
+            **{f"pass@{j}": _mean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
             "reward": _mean(sample.base_reward for sample in samples),
             **{f"reward_{name}": _mean(s.parts[name] for s in samples if name in s.parts) for name in parts},
             "length": sum(sample.completion.n_sampled for sample in samples) / len(samples),
@@ -127,11 +129,6 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
     return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))
 
 
-def mean_correct(groups: Sequence[Group]) -> float:
-    """Return avg@k."""
-    return sum(group.n_correct / len(group.samples) for group in groups) / len(groups)
-
-
 def _mean_of(votes: Iterable[Consensus]) -> Consensus:
     votes = list(votes)
     return Consensus(sum(vote.correct for vote in votes) / len(votes), sum(vote.unsettled for vote in votes))
@@ -140,11 +137,6 @@ def _mean_of(votes: Iterable[Consensus]) -> Consensus:
 def _mean(values: Iterable[float]) -> float:
     items = list(values)
     return sum(items) / len(items)
-
-
-def pass_at(groups: Sequence[Group], j: int) -> float:
-    """Return pass@j. Raises ValueError if a group has fewer than j samples."""
-    return sum(pass_estimate(len(group.samples), group.n_correct, j) for group in groups) / len(groups)
 
 
 def pass_estimate(n: int, correct: int, j: int) -> float:
@@ -178,8 +170,3 @@ def _majority(group: Group, same: SameAnswer | None) -> Consensus:
             return Consensus(0.0, unsettled)
         ties += votes == n_correct
     return Consensus(1 / (1 + ties) if n_correct else 0.0, unsettled)
-
-
-def _powers_of_two(k: int) -> list[int]:
-    powers = [2**i for i in range(k.bit_length()) if 2**i < k]
-    return [*powers, k]

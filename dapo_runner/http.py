@@ -153,10 +153,8 @@ def read_key(url: str, key_env: str | None) -> str:
     if key_env is None:
         return ""
     key, where = os.environ.get(key_env, "").strip(), f"the key of {url} in the environment variable {key_env}"
-    if not key:
-        raise ConfigError(f"expected {where}, got nothing")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"expected {where} in printable ASCII characters, got others")
+    if not (key and key.isascii() and key.isprintable()):
+        raise ConfigError(f"expected {where} in printable ASCII characters, got {'others' if key else 'nothing'}")
     return key
 
 

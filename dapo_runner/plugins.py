@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ from dapo_runner.errors import ConfigError
 
 
 def import_function(key: str, use: str) -> Callable[..., Any]:
-    """Return the function that ``use`` names. Raises ConfigError that names the setting ``key``."""
+    """Return the function or class that ``use`` names. Raises ConfigError that names the setting ``key``."""
     module_name, _, function_name = use.partition(":")
     if str(Path.cwd()) not in sys.path:  # a console script does not search the working directory
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key}: expected module:function that can be imported from here, got {use!r} ({error})"
-        ) from error
+        raise ConfigError(f"{key}: expected module:name, importable from here, got {use!r} ({error})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: expected a function of the module {module_name!r}, got {function_name!r}")
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        near = ", ".join(get_close_matches(function_name, known) or known[:5]) or "none"
+        raise ConfigError(f"{key}: expected a function or class of {module_name} ({near}), got {function_name!r}")
     return function

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dapo_runner.config import StudyConfig, parse, read_recipe
@@ -37,17 +38,22 @@ def differences(values: Mapping[tuple[str, int], float]) -> dict[str, list[float
     return {row: [100 * (values[row, seed] - values[above, seed]) for seed in seeds] for above, row in pairwise(rows)}
 
 
+def draw_differences(ax: Axes, found: Mapping[str, list[float]]) -> None:
+    """Draw a row for each entry: a point per seed, and a line at their mean."""
+    for place, points in enumerate(found.values()):
+        ax.plot(points, [-place] * len(points), "o", color="C0", alpha=0.6, markersize=5)
+        ax.plot(sum(points) / len(points), -place, "|", color="black", markersize=18)
+    ax.axvline(0, color="grey", linewidth=0.8)
+    ax.set_yticks([-place for place in range(len(found))], list(found))
+
+
 def draw(path: Path = PICTURE) -> None:
     runs = json.loads(VALUES.read_text(encoding="utf-8"))
     canvas = Figure(figsize=(9.6, 3.2), dpi=110, layout="constrained")
     axes = canvas.subplots(1, len(BUDGETS), sharey=True, squeeze=False).flat
     for ax, (budget, title) in zip(axes, BUDGETS.items(), strict=True):
         found = differences({(run["variant"], run["seed"]): run[budget] for run in runs})
-        for place, points in enumerate(found.values()):
-            ax.plot(points, [-place] * len(points), "o", color="C0", alpha=0.6, markersize=5)
-            ax.plot(sum(points) / len(points), -place, "|", color="black", markersize=18)
-        ax.axvline(0, color="grey", linewidth=0.8)
-        ax.set_yticks([-place for place in range(len(found))], [LADDER[row] for row in found])
+        draw_differences(ax, {LADDER[row]: points for row, points in found.items()})
         ax.set_title(f"at {title}", fontsize=10)
         ax.set_xlabel("held-out accuracy, difference to the row above (points)", fontsize=9)
     path.parent.mkdir(exist_ok=True)

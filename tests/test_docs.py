@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dapo_kernels import OBJECTIVES, Objective
 from dapo_runner.cli import COMMANDS, main
 from dapo_runner.config import Config, flatten, lay_settings, parse_config, read_recipe
 from dapo_runner.config.algorithms import ALGORITHMS
@@ -162,6 +163,19 @@ def test_what_the_readme_shows_is_so() -> None:
     cells = {(f"{float(time):.2f}", mib) for time, mib in re.findall(r"\| ([\d.]+) \| (\d+) MiB \|", README)}
     assert len(cells) == 6
     assert cells <= {(f"{time:.2f}", f"{mib:.0f}") for _, time, mib in sides}
+
+
+def test_the_table_of_objectives_is_that_of_the_code() -> None:
+    row = r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| (.*?) ?\| ([\w-]+) \|(.*?)\| \S.*\|$"
+    cells = re.findall(row, DOCS["objectives.md"], re.MULTILINE)
+    assert [name for name, *_ in cells] == list(OBJECTIVES)
+    for name, surrogate, clip, ratio, aggregate, others in cells:
+        own, bounds = OBJECTIVES[name], re.fullmatch(r"([\d.e-]+) / ([\d.e-]+)", clip)
+        low, high = map(float, bounds.groups()) if bounds else (own.clip_low, own.clip_high)
+        shown = {key: ast.literal_eval(value) for key, value in re.findall(r"`(\w+)=(.+?)`", others)}
+        for estimator, to, coef in re.findall(r"(k\d) KL(?: to the (old) policy)?, ([\d.]+)", others):
+            shown |= {"kl_estimator": estimator, "kl_to": to or "reference", "kl_coef": float(coef)}
+        assert Objective(surrogate, ratio or "token", low, high, aggregate=aggregate, paper=own.paper, **shown) == own
 
 
 @pytest.mark.parametrize("name", ["server.md", "vllm.md", "algorithms.md"])

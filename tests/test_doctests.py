@@ -19,7 +19,7 @@ from dapo_kernels.integrations.torch import PolicyLoss
 ROOT = Path(__file__).parent.parent
 PUBLIC = [
     public
-    for package in (dapo_kernels, dapo_runner)
+    for package in (dapo_kernels, dapo_kernels.select, dapo_runner)
     for name in package.__all__
     if callable(public := getattr(package, name))
 ]

@@ -185,7 +185,7 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: in
     forced = _forced_last if torch.compiler.is_compiling() else _forced.get()
     name = forced or _default(device, dtype, vocab)
     if forced is None and device.type == "cuda" and (why := _why_not(name)) is not None:
-        raise RuntimeError(f"{caller}: CUDA tensors need the {name} backend: {why}; or use_backend('torch')")
+        raise RuntimeError(f"{caller}: CUDA tensors require the {name} backend: {why}; or use_backend('torch')")
     devices = BACKENDS[name].devices
     if devices is not None and device.type not in devices:
         raise ValueError(f"{caller}: backend {name!r} supports {', '.join(devices)} tensors, got {device}")

@@ -179,7 +179,7 @@ class PolicyLoss(nn.Module):
         if mode not in ("loss", "logprobs"):
             raise ValueError(f"PolicyLoss: mode must be 'loss' or 'logprobs', got {mode!r}")
         if mode == "logprobs" and (old_logprobs is not None or advantages is not None):
-            raise ValueError("PolicyLoss: mode='logprobs' has no use for old_logprobs and advantages; leave them out")
+            raise ValueError("PolicyLoss: mode='logprobs' is not supported with old_logprobs and advantages: omit them")
         for name, value in {"old_logprobs": old_logprobs, "advantages": advantages, **options}.items():
             if name not in _MAY_BE_ROUNDED and isinstance(value, Tensor) and value.dtype in _ROUNDED:
                 raise TypeError(

@@ -292,7 +292,7 @@ class DynamicSampler:
                 f"{type(self.trainer).__name__}: max_sampling_rounds={self.max_rounds}: {used} of {self.needed} groups "
                 f"have varying rewards after {rounds} rounds; the share accepted recently is {self.share:.1%}. Raise "
                 "max_sampling_rounds, use prompts that are neither too easy nor too hard, or set "
-                "on_sampling_exhausted='train_partial', which needs one such group"
+                "on_sampling_exhausted='train_partial', which requires one such group"
             )
         return [
             Group(prompt, [row | {"completion_mask": torch.zeros_like(row["completion_mask"])} for row in rows])

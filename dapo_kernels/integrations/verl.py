@@ -82,7 +82,7 @@ def aggregation(mode: str, width: int, batch: Mapping[str, Any]) -> tuple[dict[s
     name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
     count = batch.get(name)
     if count is None and ranks > 1:
-        raise ValueError(f"{PREFIX}*: loss_agg_mode={mode!r} on dp_size={ranks} ranks needs {name}, the global count")
+        raise ValueError(f"{PREFIX}*: loss_agg_mode={mode!r} with dp_size={ranks} requires the global {name}, got None")
     if count is None:
         return fields, None
     count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
@@ -195,7 +195,7 @@ def policy_loss_of(name: str) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         if OBJECTIVES[name].top_entropy is not None:
             raise ValueError(
-                f"{PREFIX}{name} needs the entropy of every token, which verl does not pass to a policy loss; "
+                f"{PREFIX}{name} is not supported with verl, which passes no entropies to a policy loss: "
                 f"call dapo_kernels.policy_loss(entropy=…) from a loss function of your own"
             )
         if config is None:

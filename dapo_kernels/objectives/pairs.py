@@ -39,7 +39,7 @@ class PairLoss:
         if not (is_number(self.label_smoothing) and 0 <= self.label_smoothing < 0.5):
             raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing!r}")
         if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ValueError(f"label_smoothing has no meaning with loss_type {self.loss_type!r}")
+            raise ValueError(f"label_smoothing requires loss_type='sigmoid', got {self.loss_type!r}")
 
     def __call__(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
         """Return losses [P] from log-ratios and token counts [P, 2], with the chosen response first."""

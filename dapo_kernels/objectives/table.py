@@ -175,29 +175,27 @@ class Objective:
     def _refuse_unread(self) -> None:
         for field in dataclasses.fields(self):
             if field.name not in _READ_BESIDE_OWN and getattr(self, field.name) != field.default:
-                raise ValueError(f"{field.name} has no meaning with an objective of your own: it belongs inside it")
+                raise ValueError(f"{field.name} is not supported with an objective of your own: compute it inside")
 
     def _refuse_meaningless(self) -> None:
         if not isinstance(self.kl_through_ratio, bool):
             raise ValueError(f"kl_through_ratio must be True or False, got {self.kl_through_ratio!r}")
         if self.kl_through_ratio and self.kl_estimator != "k3":
-            raise ValueError(
-                f"kl_through_ratio corrects the k3 estimator; it has no meaning with {self.kl_estimator!r}"
-            )
+            raise ValueError(f"kl_through_ratio=True requires kl_estimator='k3', got {self.kl_estimator!r}")
         if self.kl_through_ratio and self.ratio != "token":
-            raise ValueError(f"kl_through_ratio multiplies a token's KL by its own ratio; ratio is {self.ratio!r}")
+            raise ValueError(f"kl_through_ratio=True requires ratio='token', got {self.ratio!r}")
         if self.dual_clip is not None and self.surrogate not in ("clip", *_DPPO):
-            raise ValueError(f"dual_clip bounds the clip surrogate; it has no meaning with {self.surrogate!r}")
+            raise ValueError(f"dual_clip requires surrogate 'clip' or 'dppo_*', got {self.surrogate!r}")
         if self.ratio != "token" and self.surrogate in _DPPO:
-            raise ValueError(f"surrogate {self.surrogate!r} looks at a token's probability; ratio is {self.ratio!r}")
+            raise ValueError(f"surrogate={self.surrogate!r} requires ratio='token', got {self.ratio!r}")
         if self.ratio == "sequence_clipped" and self.surrogate != "clip":
-            raise ValueError(f"ratio 'sequence_clipped' clips; it has no meaning with surrogate {self.surrogate!r}")
+            raise ValueError(f"ratio='sequence_clipped' requires surrogate='clip', got {self.surrogate!r}")
         if self.ratio == "sequence_clipped" and self.dual_clip is not None:
-            raise ValueError("dual_clip has no meaning with ratio 'sequence_clipped', which clips token by token")
+            raise ValueError("dual_clip is not supported with ratio='sequence_clipped': leave it out")
         if self.kl_to == "old" and self.kl_estimator == "k1":
-            raise ValueError("kl_to='old' has no meaning with k1, whose gradient pulls nowhere: choose k2 or k3")
+            raise ValueError("kl_to='old' requires kl_estimator='k2' or 'k3', got 'k1'")
         if self.surrogate == "reinforce" and (self.ratio != "token" or self.clip_cov or self.kl_cov):
-            raise ValueError("surrogate 'reinforce' has no ratio: ratio, clip_cov and kl_cov have no meaning with it")
+            raise ValueError("surrogate='reinforce' is not supported with ratio, clip_cov or kl_cov: leave them out")
         chosen = [name for name in BATCH_SELECTIONS if getattr(self, name) is not None]
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join(chosen)} each select tokens of the whole batch: choose one")
@@ -422,7 +420,7 @@ def resolve_objective(
     if overrides:
         objective = _with_overrides(caller, objective, overrides, also)
     if objective.length_norm is not None and objective.aggregate != "seq-mean-token-sum-norm":
-        raise ValueError(f"{caller}: length_norm has no meaning with aggregate {objective.aggregate!r}")
+        raise ValueError(f"{caller}: length_norm is not supported with aggregate={objective.aggregate!r}: leave it out")
     return objective
 
 
@@ -438,5 +436,5 @@ def _with_overrides(
     chosen = replace(objective, **overrides)
     for name, readers in _READ_BY.items():
         if name in overrides and chosen.surrogate not in readers:
-            raise ValueError(f"{caller}: {name} has no meaning with surrogate {chosen.surrogate!r}")
+            raise ValueError(f"{caller}: {name} requires surrogate {' or '.join(readers)}, got {chosen.surrogate!r}")
     return chosen

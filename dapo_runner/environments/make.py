@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -28,7 +29,11 @@ def make_environment(
         if not (state is None or callable(getattr(state, "reset", None))):
             raise ConfigError(f"env.kind: expected a class with a method reset, got {type(state).__name__}.")
         if not callable(getattr(state, "step", None)):
-            return ToolEnvironment(functions, state, tokenizer, max_error)
+            environment = ToolEnvironment(functions, state, tokenizer, max_error)
+            if not environment.tools and "row" in inspect.signature(state.reset).parameters:
+                taken = "Without one it is in TRL's convention: its other methods are tools, and it has none."
+                raise ConfigError(f"env.kind: expected {config.kind} to have a method step or tools. {taken}")
+            return environment
         if functions:
             raise ConfigError(f"env.tools: is not supported with env.kind={config.kind}, which answers turns itself.")
         return state

@@ -24,9 +24,7 @@ class TurnTemplate:
     """
 
     def __init__(self, tokenizer: Any, *, chat: bool, tools: Sequence[Any] | None) -> None:
-        """Take ``tools``, JSON schemas, or None. Raises ConfigError for a chat template that does
-        not only append messages, or refuses them.
-        """
+        """Take JSON schemas as ``tools``. Raises ConfigError for a template that refuses messages or changes them."""
         self.tokenizer, self.chat, self.tools = tokenizer, chat, tools
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special_ids = {number for number, token in added.items() if token.special} | {*tokenizer.all_special_ids}
@@ -43,8 +41,7 @@ class TurnTemplate:
     def open_episode(self, prompt: Sequence[tuple[str, str]], text: str) -> list[int]:
         """Return the tokens between a prompt and the first turn. ``text`` is appended to the prompt's last message."""
         turns = [{"role": role, "content": content} for role, content in prompt]
-        (message,) = self._made_plain([Message("user", text)])
-        return self._tokenize(message.content + (self._after_cut(turns, CUT) if self.chat else ""))
+        return self._tokenize(self._plain(text) + (self._after_cut(turns, CUT) if self.chat else ""))
 
     def reply(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Return the tokens between a turn of the policy, which ended with ``last_token``, and its next one."""
@@ -102,14 +99,13 @@ class TurnTemplate:
             raise ConfigError(f"env: expected messages of roles that {name} takes, got {roles}: {error}") from error
 
     def _made_plain(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages in which no special token can be read: a space stands behind the first character of each."""
+        """Return messages in which no special token can be read."""
         if not self.chat:  # two of them can make one together
             messages = [Message("user", "".join(message.content for message in messages))]
-        texts = [message.content.encode("utf-8", "replace").decode().translate(self._single) for message in messages]
-        return [
-            message._replace(content=self._special.sub(r"\g<0> ", text))
-            for message, text in zip(messages, texts, strict=True)
-        ]
+        return [message._replace(content=self._plain(message.content)) for message in messages]
+
+    def _plain(self, text: str) -> str:  # a space stands behind the first character of each special token
+        return self._special.sub(r"\g<0> ", text.encode("utf-8", "replace").decode().translate(self._single))
 
     def _tokenize(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

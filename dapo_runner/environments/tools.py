@@ -139,6 +139,5 @@ def _schema_of(tool: Callable[..., Any]) -> Mapping[str, Any]:
     except Exception as error:  # of docstrings and type hints
         raise ConfigError(
             f"env: expected a docstring and type hints of the tool {tool.__name__}, from which its schema is made "
-            f"({error}). Describe every argument in an Args section. A game that answers turns itself is a subclass of "
-            "dapo_runner.environments.environment.Environment."
+            f"({error}). Describe every argument in an Args section. A game has a method step instead of tools."
         ) from error

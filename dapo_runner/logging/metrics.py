@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -103,22 +103,22 @@ def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
     probabilities = torch.cat([sample.completion.logprobs for sample in samples]).double().exp()
     values = {
         "groups": float(len(groups)),
-        "age": _mean(step - group.step for group in groups),
+        "age": fmean(step - group.step for group in groups),
         "age_max": float(max(step - group.step for group in groups)),
-        "reward": _mean(sample.reward for sample in samples),
-        "accuracy": _mean(sample.correct for sample in samples),
-        "length_penalty": _mean(sample.length_penalty for sample in samples),
-        "length": _mean(lengths),
+        "reward": fmean(sample.reward for sample in samples),
+        "accuracy": fmean(sample.correct for sample in samples),
+        "length_penalty": fmean(sample.length_penalty for sample in samples),
+        "length": fmean(lengths),
         "length_max": float(max(lengths)),
-        "truncated": _mean(sample.completion.truncated for sample in samples),
-        "masked": _mean(not sample.trains for sample in samples),
+        "truncated": fmean(sample.completion.truncated for sample in samples),
+        "masked": fmean(not sample.trains for sample in samples),
         "generation_prob": float(probabilities.nanmean()),
     }
     if any(sample.completion.turns for sample in samples):
-        values["turns"] = _mean(len(sample.completion.policy_turns) for sample in samples)
-        values["environment_tokens"] = _mean(s.completion.length - s.completion.n_sampled for s in samples)
+        values["turns"] = fmean(len(sample.completion.policy_turns) for sample in samples)
+        values["environment_tokens"] = fmean(s.completion.length - s.completion.n_sampled for s in samples)
     for rule in sorted({sample.verdict.rule for sample in samples} - {""}):
-        values[f"rule_{rule}"] = _mean(sample.verdict.rule == rule for sample in samples)
+        values[f"rule_{rule}"] = fmean(sample.verdict.rule == rule for sample in samples)
     reflection = reflection_metrics([sample.completion.text for sample in samples])
     return prefixed("batch", values) | prefixed("reward", _reward_parts(groups)) | prefixed("reflection", reflection)
 
@@ -130,11 +130,6 @@ def _reward_parts(groups: list[Group]) -> dict[str, float]:
     figures = {}
     for name in sorted({name for group in groups for sample in group.samples for name in sample.parts}):
         applied = [[sample.parts[name] for sample in group.samples if name in sample.parts] for group in groups]
-        figures[name] = _mean(value for values in applied for value in values)
-        figures[f"{name}_std"] = _mean(stdev(values) if len(values) > 1 else 0.0 for values in applied if values)
+        figures[name] = fmean(value for values in applied for value in values)
+        figures[f"{name}_std"] = fmean(stdev(values) if len(values) > 1 else 0.0 for values in applied if values)
     return figures
-
-
-def _mean(values: Iterable[float]) -> float:
-    items = list(values)
-    return math.fsum(items) / len(items)

@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.logging.metrics import METRICS_FILE, read_log
 from dapo_runner.logging.reflection import PATTERNS, count_reflections
 from dapo_runner.logging.rollout_log import ROLLOUTS, SavedStep, read_step, saved_steps
 
@@ -24,7 +25,10 @@ def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
     """Return the files of a run's rollouts or evaluations by step. Raises ConfigError if there are none."""
     if steps := saved_steps(run / what):
         return steps
-    raise ConfigError(f"{run / what}: expected the {what} of a run, found none. Set logging.rollouts.groups.")
+    path, kind = run / METRICS_FILE, "step" if what == ROLLOUTS else "eval"
+    is_logged = path.is_file() and any(event["kind"] == kind for event in read_log(path))
+    advice = "Set logging.rollouts.groups." if is_logged else f"No {kind} has finished; --eval shows evaluations."
+    raise ConfigError(f"{run / what}: expected the {what} of a run, found none. {advice}")
 
 
 def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = None) -> SavedStep:
@@ -32,7 +36,7 @@ def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = N
     steps = find_steps(run, what)
     if step not in steps:
         among = f"one of {len(steps)} steps from {min(steps)} to {max(steps)}"
-        raise ConfigError(f"--step: expected {among}, got {step}. `dapo show {run}` lists them.")
+        raise ConfigError(f"--step: expected {among}, got {step}. `dapo show {run}` lists them, --eval evaluations.")
     saved = read_step(steps[step])
     if number is None:
         return saved

@@ -10,6 +10,7 @@ from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.data.reading import missing_data
+from dapo_runner.environments.make import template_arguments
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import check_trackers
 from dapo_runner.parallel.world import Layout
@@ -64,6 +65,7 @@ def _missing(config: Config) -> Iterator[str]:
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
         *(partial(load_reward, reward, use) for use in reward.uses),
         lambda: check_trackers(config.logging),
+        lambda: template_arguments(config.env),
         *([lora.check_installed] if model.lora else []),
         *([lambda: check_tiny(config)] if model.tiny else []),
         *(partial(check_model, key, name) for key, name in _models(config)),
@@ -104,12 +106,10 @@ def check_model(key: str, path: str) -> None:
     it for most of a minute.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        if (problem := _problem_with_hub_name(path)) is not None:
-            raise ConfigError(f"{key}: expected a folder or a model of the hub, found no folder {path}, and {problem}")
-        return
+    if not folder.is_dir() and (problem := _problem_with_hub_name(path)) is not None:
+        raise ConfigError(f"{key}: expected a folder or a model of the hub, found no folder {path}, and {problem}")
     for wanted in ("config.json", "*.safetensors"):
-        if not any(folder.glob(wanted)):
+        if folder.is_dir() and not any(folder.glob(wanted)):
             raise ConfigError(f"{key}: expected a model in transformers' format, found no {wanted} in {path}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import reprlib
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,7 @@ from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, T
 MOST_OF_ERROR = 300  # characters of an environment's error that are shown
 MOST_CHARACTERS = 32  # of a message, for each token that an episode may have; longer ones are not even tokenized
 KINDS = ("raised", "late", "invalid", "too_long")
+ANSWER = "(text, messages or None; finite number or None; True or False) from step"
 COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in KINDS))
 
 
@@ -79,10 +81,10 @@ class _Episode:
         self.environment = make()
         self.cleanup.callback(getattr(self.environment, "close", lambda: None))
         text = self.environment.reset(deepcopy({"answer": self.prompt.answer, **self.prompt.row}))
-        return _checked(str | None, text, "reset") or ""
+        return _checked(str | None, text, "a text or None from reset") or ""
 
     def step(self, text: str) -> Answer:
-        answer: Answer = _checked(Answer, self.environment.step(text), "step")
+        answer: Answer = _checked(Answer, self.environment.step(text), ANSWER)
         if not (answer.is_done or answer.messages):
             raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
         return answer
@@ -91,8 +93,8 @@ class _Episode:
         """Add the reward of the whole episode to that of its last turn, and close the environment."""
         with self.cleanup:
             found = getattr(self.environment, "get_reward", lambda: None)()
-            reward = _checked(Number | None, found, "get_reward")
-            self.counts = _checked(dict[str, Number], getattr(self.environment, "counts", {}), "counts")
+            reward = _checked(Number | None, found, "a finite number or None from get_reward")
+            self.counts = _checked(dict[str, Number], getattr(self.environment, "counts", {}), "numbers in counts")
         if {*self.counts} & {*COUNTS}:
             raise FailureError("invalid", f"expected counts by other names than {', '.join(COUNTS)}")
         if reward is not None:
@@ -112,6 +114,7 @@ class EpisodeRunner:
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
         self.template = TurnTemplate(tokenizer, chat=chat, tools=read_tools(self.make))
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
+        self.unknown: list[str] = []  # the first text that the tokenizer does not know
 
     def __call__(
         self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], options: CallOptions
@@ -156,6 +159,13 @@ class EpisodeRunner:
     def take_warnings(self) -> list[str]:
         """Return which episodes were left out since the last call."""
         return [self.warnings.popleft() for _ in range(len(self.warnings))]
+
+    def warn_if_unknown(self, text: str, tokens: Sequence[int]) -> None:
+        """Warn once of a text of an environment that the vocabulary lacks a part of. ``tokens``: as it was written."""
+        unknown = self.tokenizer.unk_token_id
+        if unknown in tokens and not self.unknown and unknown in self.tokenizer.encode(text, add_special_tokens=False):
+            self.unknown.append(text)
+            self.warnings.append(f"env: the tokenizer turns a part of {text!r:.200} into {self.tokenizer.unk_token}")
 
     def uncounted(self) -> EpisodeRunner:
         """Return a runner whose episodes are not counted here. It shares the warnings."""
@@ -241,9 +251,10 @@ class _Call:
     def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
         limit = episode.sampling.max_tokens
         try:
-            tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [0] * limit
+            tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [-1] * limit
         except ConfigError as error:  # a role that the chat template does not take
             raise FailureError("invalid", str(error)) from error
+        self.runner.warn_if_unknown(text, tokens)
         if len(tokens) >= limit and not (episode.turns and self.template.tools):  # the policy asked for this result
             raise FailureError(
                 "too_long", f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
@@ -292,13 +303,12 @@ def _attempt(function: Callable[[], Any]) -> Any:
 _adapter = cache(TypeAdapter)
 
 
-def _checked(kind: Any, value: Any, source: str) -> Any:
-    """Return what a method of an environment has returned as ``kind``. Raises FailureError."""
+def _checked(kind: Any, value: Any, expected: str) -> Any:
+    """Return what a method of an environment has returned as ``kind``, in words ``expected``. Raises FailureError."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
-        reasons = "; ".join(f"{one['msg']} {one['loc'] or ''}" for one in error.errors())
-        raise FailureError("invalid", f"{source} returned {value!r:.200}: {reasons:.200}") from error
+        raise FailureError("invalid", f"expected {expected}, got {reprlib.repr(value)}") from error
 
 
 def open_episodes(config: Config, tokenizer: Any) -> EpisodeRunner | None:

@@ -212,18 +212,15 @@ class GroupBuffer:
     def load_state_dict(self, state: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> None:
         """Load a state. ``prompts`` by id provide the messages and rows, which are not saved."""
 
-        def with_rows(groups: list[Group]) -> list[Group]:
-            known = [prompts.get(group.prompt.id, group.prompt) for group in groups]
-            return [
-                replace(group, prompt=replace(group.prompt, messages=one.messages, row=one.row))
-                for group, one in zip(groups, known, strict=True)
-            ]
+        def with_row(group: Group) -> Group:
+            known = prompts.get(group.prompt.id, group.prompt)
+            return replace(group, prompt=replace(group.prompt, messages=known.messages, row=known.row))
 
         if not all(map(_is_complete, (*state["buffer"], *state["waiting"]))):
             raise RunError("checkpoint: its groups are of an older version. Choose another run.name.")
         self.step, self._accepted, self._tried = state["steps"], state["accepted"], state["tried"]
         self.stats = SamplingStats(generated=state["generated"])
-        self.groups, self.waiting = with_rows(state["buffer"]), with_rows(state["waiting"])
+        self.groups, self.waiting = (list(map(with_row, state[name])) for name in ("buffer", "waiting"))
 
     def _recent(self, groups: Sequence[Group]) -> list[Group]:
         recent = [group for group in groups if self._is_recent(group)]

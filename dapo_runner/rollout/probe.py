@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from dapo_runner.algorithms.advantage import make_sequences
@@ -17,7 +18,7 @@ from dapo_runner.algorithms.packing import pack, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.errors import RunError
 from dapo_runner.rollout.engine import Groups, RolloutEngine
-from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.types import Group, Prompt, Sample, Verdict
 
 N_PROMPTS, N_TOKENS = 8, 4  # N_TOKENS per response
 # Mean |Δ log-prob| that rounding explains. SmolLM2-135M with vLLM on a CPU: 8e-6 and 0.045 in sync, 0.5 if only the
@@ -37,17 +38,10 @@ class SyncProbe:
     """Call ``probe(engine, learner)`` after every update of the engine's weights."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
-        rollout = config.rollout
-        is_truncated = rollout.sampling_mask  # without it the learner's log-probs are over the whole vocabulary
-        self.sampling = SamplingParams(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p if is_truncated else 1.0,
-            top_k=rollout.top_k if is_truncated else None,
-            min_p=rollout.min_p if is_truncated else 0.0,
-            max_tokens=min(N_TOKENS, rollout.max_response_tokens),
-            seed=config.run.seed,
-            sampling_mask=is_truncated,
-        )
+        rollout, n_tokens = config.rollout, min(N_TOKENS, config.rollout.max_response_tokens)
+        self.sampling = rollout.params(max_tokens=n_tokens, seed=config.run.seed, sampling_mask=rollout.sampling_mask)
+        if not rollout.sampling_mask:  # the learner's log-probs are over the whole vocabulary
+            self.sampling = replace(self.sampling, top_p=1.0, top_k=None, min_p=0.0)
         self.prompts = list(prompts[:N_PROMPTS]) if rollout.probe.enabled else []
         self.fixed_bound, self.highest = rollout.probe.bound, BOUNDS[config.model.dtype]
         self.first_gaps: list[float] = []  # of the first probes of the run

@@ -67,9 +67,7 @@ class VLLMEngine(RolloutEngine):
     @classmethod
     def check(cls, config: Config) -> None:
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "rollout.engine: expected an installed vLLM, got none. See docs/vllm.md, or set it to hf."
-            )
+            raise ConfigError("rollout.engine: requires an installed vLLM. See docs/vllm.md, or set it to hf.")
         if config.rollout.vllm.batch_invariant and resolve_device(config.run.device).type != "cuda":
             raise ConfigError("rollout.vllm.batch_invariant: requires a GPU. Set it to false.")
         if config.loss.routing_replay == "engine" and resolve_device(config.run.device).type != "cuda":

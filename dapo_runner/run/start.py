@@ -25,13 +25,7 @@ from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.worker import RolloutWorker
-from dapo_runner.run.builders import (
-    build_dataset,
-    build_learner,
-    build_sampler,
-    initial_model,
-    make_asynchronous,
-)
+from dapo_runner.run.builders import build_dataset, build_learner, build_sampler, initial_model, make_asynchronous
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_config

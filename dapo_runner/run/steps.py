@@ -156,13 +156,11 @@ class Run(TrainingRun):
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
         """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
+        preference, advantage = self.config.preference, self.config.advantage
         with self.timed("pack"):
-            return self.world.run_on_rank0(lambda: self._make_sequences(groups, step)) or []
-
-    def _make_sequences(self, groups: list[Group], step: int) -> list[Sequence]:
-        if self.config.preference is not None:
-            return pair_sequences(groups, self.config.preference, step)
-        return make_sequences(groups, self.config.advantage, step)
+            if preference is not None:
+                return self.world.run_on_rank0(lambda: pair_sequences(groups, preference, step)) or []
+            return self.world.run_on_rank0(lambda: make_sequences(groups, advantage, step)) or []
 
     def end_training(self, trained: TrainedStep) -> None:
         """Complete a step. From here on it can be saved, even if something after it fails."""

@@ -7,6 +7,7 @@ what reinforcement learning adds.
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import shutil
@@ -23,6 +24,7 @@ from dapo_runner.config import Config, ConfigError, TinyModelConfig
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.plugins import import_function
+from dapo_runner.rewards.reward import describe_error
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import open_episodes
 from dapo_runner.rollout.hf import HFEngine
@@ -32,6 +34,9 @@ from dapo_runner.types import Prompt, SamplingParams
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 WORDS = ("Answer: ", *"0123456789", *"+-*=,;:?() \n")
 TOOL_WORDS = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
+KNOWN = re.compile("|".join(map(re.escape, (*TOOL_WORDS, *WORDS))))
+TURNS = "model.tiny.warmup.turns"
+SOURCE = "warmup_turns.py"  # in the model's folder: the function that the warm-up took its turns from
 CHECK_EVERY = 10  # warm-up steps between measurements of the share solved
 CHECK_PROBLEMS = 256
 LR_WARMUP = 20  # steps
@@ -110,30 +115,36 @@ def check_tiny(config: Config) -> None:
             "model.tiny: requires data.format=arithmetic, which its vocabulary is made for, got "
             f"{config.data.format!r}. Set model.path to train a real model."
         )
-    phrase, *characters = WORDS
-    if not set(apply_template(config.data.prompt_template, "").replace(phrase, "")) <= set(characters):
+    if config.env is not None and not all(tool.endswith(":calculator") for tool in config.env.tools):
+        raise ConfigError(f"env.tools: expected a tool named calculator with model.tiny, got {config.env.tools}")
+    if KNOWN.sub("", apply_template(config.data.prompt_template, "")):
         raise ConfigError(
             f"data.template: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, "
             f"got {config.data.prompt_template!r}"
         )
     assert config.model.tiny is not None
-    examples, size = config.model.tiny.warmup.examples, config.data.arithmetic.train_size
-    warmup = config.model.tiny.warmup
-    if warmup.stop_at is not None and examples >= size:
+    warmup, size = config.model.tiny.warmup, config.data.arithmetic.train_size
+    if warmup.stop_at is not None and warmup.examples >= size:
         raise ConfigError(
             f"model.tiny.warmup.stop_at: expected fewer warm-up examples than data.arithmetic.train_size={size}, got "
-            f"{examples}. It is measured on the remaining problems."
+            f"{warmup.examples}. It is measured on the remaining problems."
         )
 
 
 def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None]) -> Path:
     """Return the folder of a run's tiny model. Make the model and warm it up if it does not exist.
 
-    ``report`` gets progress lines. ``check_tiny`` must have accepted the configuration.
+    ``report`` gets progress lines. ``check_tiny`` must have accepted the configuration. Raises ConfigError if the
+    function of the warm-up's turns fails, or has changed since.
     """
-    if folder.exists():
-        return folder
     assert config.model.tiny is not None
+    turns = config.model.tiny.warmup.turns
+    function = None if turns is None else import_function(TURNS, turns)
+    source = inspect.getsource(function) if inspect.isfunction(function) else ""
+    if folder.exists():
+        if (folder / SOURCE).exists() and (folder / SOURCE).read_text(encoding="utf-8") != source:
+            raise ConfigError(f"{TURNS}: {turns} changed after {folder} was made. Change run.name or remove {folder}.")
+        return folder
     torch.manual_seed(config.run.seed)
     tokenizer = make_tokenizer((*WORDS, *TOOL_WORDS) if config.env is not None else WORDS)
     model = make_model(config.model.tiny, tokenizer, config.longest_sequence)
@@ -142,6 +153,8 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    if source:
+        (unfinished / SOURCE).write_text(source, encoding="utf-8")
     unfinished.rename(folder)
     return folder
 
@@ -210,7 +223,7 @@ def _encode(
     if warmup.turns is None:
         turns = [with_repeats(worked_solution(problem), warmup.repeat, rng)]
     else:
-        turns = import_function("model.tiny.warmup.turns", warmup.turns)(problem.question, problem.answer, rng)
+        turns = turns_of_example(warmup.turns, problem, rng)
     response, targets = list[int](), list[int]()
     for number, text in enumerate(turns):
         is_policy = number % 2 == 0
@@ -218,6 +231,24 @@ def _encode(
         response += tokens
         targets += tokens if is_policy else [-100] * len(tokens)
     return prompt, response, targets
+
+
+def turns_of_example(use: str, problem: ArithmeticProblem, rng: random.Random) -> list[str]:
+    """Return the turns that the function ``use`` gives for a problem. Raises ConfigError."""
+    call, function = f"{TURNS}: {use}({problem.question!r}, {problem.answer!r}, rng)", import_function(TURNS, use)
+    try:
+        turns = function(problem.question, problem.answer, rng)
+    except Exception as error:
+        raise ConfigError(f"{call} raised {describe_error(error)}") from error
+    is_list = isinstance(turns, (list, tuple)) and all(isinstance(turn, str) for turn in turns)
+    if not is_list or len(turns) % 2 == 0:
+        raise ConfigError(f"{call} must return an odd number of texts in a list, got {turns!r:.200}")
+    if unknown := "".join(KNOWN.sub("", turn) for turn in turns):
+        raise ConfigError(
+            f"{call}: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, got {unknown!r} in "
+            f"{turns!r:.200}. Set model.path to train a real model."
+        )
+    return list(turns)
 
 
 def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int], list[int]]], pad_id: int) -> Tensor:

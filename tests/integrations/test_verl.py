@@ -6,7 +6,9 @@ Needs verl's core_algos, which imports on a CPU with the packages of ``requireme
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 _NEEDED = "verl's import chain: pip install --no-deps -r tests/integrations/requirements-verl.txt"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=_NEEDED, exc_type=ImportError)
 
+from omegaconf import OmegaConf  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl.models.transformers.monkey_patch import patch_forward_with_backends  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
@@ -433,3 +436,15 @@ def test_verls_actor_loss(dp_size: int) -> None:
     expected, got = found
     torch.testing.assert_close(got[:2], expected[:2])
     assert got[2] == pytest.approx(expected[2], rel=1e-5)
+
+
+def test_the_settings_of_the_page_are_verls() -> None:
+    config = OmegaConf.load(Path(core_algos.__file__).parents[1] / "config" / "_generated_ppo_trainer.yaml")
+    OmegaConf.set_struct(config, True)
+    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+    for added, key, value in re.findall(r"^(\+?)([a-z_.]+)=(\S+)$", page, re.MULTILINE):
+        OmegaConf.update(config, key, value, force_add=bool(added))
+    model, actor, algorithm = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.algorithm
+    assert model.external_lib == ours.__name__
+    assert core_algos.get_policy_loss_fn(actor.policy_loss.loss_mode).__name__ == "dapo_policy_loss"
+    assert core_algos.get_adv_estimator_fn(algorithm.adv_estimator) is ours.prompt_mean_advantages

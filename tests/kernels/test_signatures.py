@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from inspect import Parameter
 from typing import Any
@@ -55,8 +56,17 @@ def test_the_defaults_are_those_shown(function: Callable[..., Any]) -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else type(a) is type(b)
 
 
+def test_the_list_of_arguments_gives_every_default() -> None:
+    """As ``Default: None``, in its own list or, where it names no such argument, in that of ``dapo_loss``."""
+    entries: dict[str, str] = {}
+    for function in (dapo_kernels.dapo_loss, dapo_kernels.linear_dapo_loss, dapo_kernels.policy_loss):
+        entries |= re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(function) or "", re.MULTILINE)
+        for x in inspect.signature(function).parameters.values():
+            shown = re.findall(r"Default: (\S+?)[,.]?(?:\s|$)", entries.get(x.name, "Default: absent"))
+            assert x.name in FIELDS or shown == ([] if x.default is Parameter.empty else [repr(x.default)]), x.name
+
+
 def test_a_signature_leaves_nothing_out() -> None:
     shown = inspect.signature(dapo_kernels.linear_dapo_loss).parameters
     assert {"mask", "sampling_mask", "bias", "main_grad", "group", "sequence_parallel", *FIELDS} <= set(shown)
-    assert shown["temperature"].default == 1.0
     assert shown["sampling_mask"].annotation == SamplingMask | None

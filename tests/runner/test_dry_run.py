@@ -70,6 +70,12 @@ def test_it_refuses_what_a_run_refuses(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("setting", ["env.kind=absent:Game", "env.tools=[operator:add]"])
+def test_an_environment_is_checked_before_the_warm_up(setting: str, tmp_path: Path) -> None:
+    with refused(setting.partition("=")[0]):
+        check_needs(load_config(write_recipe(tmp_path), [setting]))
+
+
 def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "small" / "checkpoints" / "step_000002").mkdir(parents=True)
     command = ["train", str(write_recipe(tmp_path))]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import refused
 from small import small_recipe
 
-from dapo_runner.config import load_config, parse_config
+from dapo_runner.config import Config, load_config, parse_config
 from dapo_runner.data.arithmetic import ArithmeticProblem
 from dapo_runner.preflight.amx import VARIABLE, WITHOUT_AMX, disable_broken_amx
 from dapo_runner.run.tiny_model import (
@@ -81,6 +84,35 @@ def test_of_a_worked_example_of_a_tool_only_the_policys_turns_train(
     hidden = [token for token, target in zip(response, targets, strict=True) if target == -100]
     assert tokenizer.decode(hidden) == ("" if drawn else "7006652")
     assert turns.calculator(problem.question) == int(problem.answer)
+
+
+def with_turns(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Config:
+    raw = small_recipe()
+    raw["model"]["tiny"]["warmup"] |= {"steps": 1, "turns": f"{__name__}:shown"}
+    monkeypatch.setattr(sys.modules[__name__], "shown", function, raising=False)
+    return parse_config(raw)
+
+
+@pytest.mark.parametrize("found", [ValueError("no"), None, "132", [], ["4", "+"], ["4", 5, "6"], ["4", "higher", "5"]])
+def test_turns_that_cannot_be_shown_are_refused(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(*_: Any) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    config = with_turns(function, monkeypatch)
+    with refused("model.tiny.warmup.turns") as caught:
+        _encode(ArithmeticProblem("+", (47, 85)), make_tokenizer(), config, random.Random(0))
+    assert all(name in str(caught.value) for name in (f"{__name__}:shown", "47+85", "132"))
+
+
+def test_a_model_that_was_shown_other_turns_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_turns(lambda question, answer, rng: [answer], monkeypatch)
+    folders = {ensure_tiny_model(config, tmp_path / "model", print) for _ in range(2)}
+    assert folders == {tmp_path / "model"}
+    config = with_turns(lambda question, answer, rng: [f"{answer}="], monkeypatch)
+    with refused("model.tiny.warmup.turns"):
+        ensure_tiny_model(config, tmp_path / "model", print)
 
 
 @pytest.mark.parametrize("drawn", [0.0, 1.0])

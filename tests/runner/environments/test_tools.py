@@ -104,6 +104,14 @@ class CounterEnv:
     def _hidden(self) -> None: ...
 
 
+class Stepless:
+    """A game whose method is misnamed."""
+
+    def reset(self, row: Any) -> None: ...
+
+    def _step(self, text: str) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -212,6 +220,8 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
         (None, [f"{HERE}:product", f"{HERE}:product"], r"^env\.tools"),
         (None, ["builtins:print"], r"^env.*print"),
         (None, [f"{HERE}:absent"], r"^env\.tools.*absent"),
+        ("talkers:Talkr", [], r"^env\.kind.*Talker"),
+        (f"{HERE}:Stepless", [], r"^env\.kind.*Stepless.* step"),
     ],
 )
 def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str) -> None:

@@ -21,6 +21,7 @@ from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.cli import main
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig, SegmentsConfig
+from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog, read_step, saved_steps, token_texts
 from dapo_runner.logging.show import load_step, page, printable
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -216,6 +217,7 @@ def test_json_is_what_was_saved(run: Path, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "parts"),
     [
         ("--step 5", ["--step", "3", "4", "5"]),
+        ("--step 0", ["--step", "--eval"]),
         ("--step 3 --group 3", ["--group", "1", "2", "3"]),
         ("--step 3 --group 0", ["--group", "0"]),
         ("--group 1", ["--step"]),
@@ -227,8 +229,10 @@ def test_a_mistake_is_named(run: Path, arguments: str, parts: list[str], capsys:
     assert main(["show", str(run), *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert [part for part in parts if part not in error] == []
-    assert main(["show", str(run / "empty"), "--step", "1"]) == 2
-    assert "logging.rollouts.groups" in capsys.readouterr().err
+    for kind in ("eval", "step"):  # no step has finished; one has
+        MetricsLog(run / "empty" / METRICS_FILE).write(1, kind, {})
+        assert main(["show", str(run / "empty"), "--step", "1"]) == 2
+        assert ("logging.rollouts.groups" in capsys.readouterr().err) == (kind == "step")
 
 
 class Keyboard(Console):

@@ -31,7 +31,7 @@ from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.config import AdvantageConfig, Config, ConfigError, ModelConfig, RolloutLogConfig
 from dapo_runner.data.dataset import render
-from dapo_runner.environments.environment import Message
+from dapo_runner.environments.environment import Answer, Message
 from dapo_runner.environments.template import CUT
 from dapo_runner.environments.tools import MOST_CHARACTERS
 from dapo_runner.logging.metrics import batch_metrics
@@ -40,7 +40,7 @@ from dapo_runner.logging.show import page
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import BatchCall, Groups
-from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
+from dapo_runner.rollout.episodes import ANSWER, EpisodeError, EpisodeRunner, FailureError, _checked
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -285,6 +285,25 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
         RELEASE.set()
     with pytest.raises(EpisodeError):
         play(share - 1.5 / len(WAYS))  # one way that hangs does no longer
+
+
+def test_an_answer_of_a_wrong_form_is_shown_to_its_end() -> None:
+    with pytest.raises(FailureError, match=r"step.*0\.75"):
+        _checked(Answer, ("a long text" * 100, 0.75), ANSWER)
+
+
+class Foreign(talkers.Talker):
+    """Speaks a letter that the tokenizer does not know."""
+
+    def step(self, text: str) -> tuple[str, float | None, bool]:
+        said, reward, is_over = super().step(text)
+        return f"{said}é", reward, is_over
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_warned_of_once() -> None:
+    (warning,) = run(f"{__name__}:Foreign")[2].take_warnings()
+    assert "1+é" in warning
+    assert run("Talker")[2].take_warnings() == []
 
 
 def test_an_engine_that_fails_closes_environments_once() -> None:
