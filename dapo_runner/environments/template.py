@@ -41,14 +41,14 @@ class TurnTemplate:
     def open_episode(self, prompt: Sequence[tuple[str, str]], text: str) -> list[int]:
         """Return the tokens between a prompt and the first turn. ``text`` is appended to the prompt's last message."""
         turns = [{"role": role, "content": content} for role, content in prompt]
-        return self._tokenize(self._plain(text) + (self._after_cut(turns, CUT) if self.chat else ""))
+        return self._tokenize(self._plain(text) + (self._render_after_mark(turns, CUT) if self.chat else ""))
 
     def reply(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Return the tokens between a turn of the policy, which ended with ``last_token``, and its next one."""
         plain = self._made_plain(messages)
         if not self.chat:
             return self._tokenize(plain[0].content)
-        text = self._after_cut([*self._turns, *(message._asdict() for message in plain)])
+        text = self._render_after_mark([*self._turns, *(message._asdict() for message in plain)])
         if self.is_special(last_token):  # the policy has closed its turn itself
             text = text.removeprefix(self.tokenizer.decode([last_token]))
         return self._tokenize(text)
@@ -56,7 +56,7 @@ class TurnTemplate:
     def is_special(self, token: int) -> bool:
         return token in self._special_ids
 
-    def _after_cut(self, turns: Sequence[dict[str, str]], mark: str = "") -> str:
+    def _render_after_mark(self, turns: Sequence[dict[str, str]], mark: str = "") -> str:
         last = {**turns[-1], "content": turns[-1]["content"] + mark}
         return self._render([*turns[:-1], last]).partition(CUT)[2]
 
