@@ -5,7 +5,6 @@ finish before the kill. A second signal stops at once.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import signal
 import threading
@@ -58,8 +57,6 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if error is not None and "RANK" in os.environ and self._before:  # this rank still has to print why it ends
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def expect_step(self, seconds: float) -> None:
         """Set the expected duration of the step that begins now."""

@@ -232,15 +232,6 @@ def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch
                 send(number)
 
 
-def test_a_rank_that_fails_lives_until_it_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun ends the others as soon as one has ended."""
-    monkeypatch.setenv("RANK", "0")
-    handler = signal.getsignal(SIGTERM)
-    with pytest.raises(LostError), StopRequest():
-        send()
-    assert signal.signal(SIGTERM, handler) is signal.SIG_IGN
-
-
 def test_an_update_that_is_not_finite_is_kept_and_a_lower_rate_goes_on(start: Path, tmp_path: Path) -> None:
     """The error advises a lower optimizer.lr; the same folder used to refuse it."""
     warm = {"warmup_steps": 0}

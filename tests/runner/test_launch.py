@@ -112,7 +112,7 @@ def test_two_ranks_train_until_one_of_them_ends(
     assert sum(line.startswith("step 1/4 ") for line in done.stdout.splitlines()) == 1  # one of the ranks prints
     *of_ranks, of_launcher = [line for line in done.stderr.splitlines() if line.startswith("dapo: ")]
     assert reason in of_launcher
-    assert len(of_ranks) == 1
+    assert len(of_ranks) <= 1  # none if torchrun ends the other rank before it can print
     assert all(("KeyError: 'missing'" if rank == 0 else "rank 1 ") in line for line in of_ranks)
     assert ("memory" in "".join([*of_ranks, of_launcher])) == (reason == "signal 9")
 
