@@ -61,10 +61,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that ended first. Ranks that lose another may be seen to end in the same second."""
+    """Return the rank that probably ended first. Ranks that lose another may be seen to end in the same second."""
     first = min(failure.timestamp for failure in failures.values())
     together = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= first + 1]
-    return min(together, key=lambda item: item[1].exitcode in (1, -signal.SIGTERM, INTERRUPTED))
+    return min(together, key=lambda item: item[1].exitcode in (1, -signal.SIGTERM, -signal.SIGABRT, INTERRUPTED))
 
 
 def _rendezvous(options: argparse.Namespace) -> list[str]:

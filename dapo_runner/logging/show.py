@@ -27,7 +27,7 @@ def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
         return steps
     path, kind = run / METRICS_FILE, "step" if what == ROLLOUTS else "eval"
     is_logged = path.is_file() and any(event["kind"] == kind for event in read_log(path))
-    advice = "Set logging.rollouts.groups." if is_logged else f"No {kind} has finished; --eval shows evaluations."
+    advice = "Set logging.rollouts.groups." if is_logged else f"No {kind} of {run} has finished."
     raise ConfigError(f"{run / what}: expected the {what} of a run, found none. {advice}")
 
 

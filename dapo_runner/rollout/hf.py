@@ -89,7 +89,6 @@ class HFEngine(RolloutEngine):
 
     @classmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> HFEngine:
-        AttentionInterface.register("sdpa", attention)
         model = load_model(source, config.model, device, "sdpa")
         if config.model.float32_logits:
             head = model.get_output_embeddings()
@@ -103,8 +102,8 @@ class HFEngine(RolloutEngine):
         """Take ownership of ``model``: ``update_weights`` writes into it. With its ``routing`` completions have their
         experts.
         """
-        self.routing = routing
-        self.model = model
+        AttentionInterface.register("sdpa", attention)
+        self.routing, self.model = routing, model
         self.tokenizer = tokenizer
         self.max_batch_sequences = max_batch_sequences
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
@@ -270,16 +269,18 @@ def _keep_past(rows: list[_Row], mask: Tensor, cache: DynamicCache) -> None:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend as transformers' "sdpa" does: query [B, Hq, L, D], key and value [B, Hk, S, D] → [B, L, Hq, D].
 
     With a mask, that one repeats keys and values for all query heads that share them. On a CPU torch's kernel gives the
     same bits without, and a step of SmolLM2 is 2.7 times faster.
     """
-    if mask is None or query.device.type != "cpu" or options.keys() & {"position_bias", "cache"}:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-    out = F.scaled_dot_product_attention(query, key, value, mask, scale=options.get("scaling"), enable_gqa=True)
+    is_plain = query.device.type == "cpu" and not torch.is_grad_enabled()
+    if attention_mask is None or not is_plain or options.keys() & {"position_bias", "cache"}:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    scale = options.get("scaling")
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 

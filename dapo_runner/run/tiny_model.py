@@ -7,7 +7,6 @@ what reinforcement learning adds.
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 import shutil
@@ -36,7 +35,6 @@ WORDS = ("Answer: ", *"0123456789", *"+-*=,;:?() \n")
 TOOL_WORDS = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
 KNOWN = re.compile("|".join(map(re.escape, (*TOOL_WORDS, *WORDS))))
 TURNS = "model.tiny.warmup.turns"
-SOURCE = "warmup_turns.py"  # in the model's folder: the function that the warm-up took its turns from
 CHECK_EVERY = 10  # warm-up steps between measurements of the share solved
 CHECK_PROBLEMS = 256
 LR_WARMUP = 20  # steps
@@ -135,15 +133,12 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     """Return the folder of a run's tiny model. Make the model and warm it up if it does not exist.
 
     ``report`` gets progress lines. ``check_tiny`` must have accepted the configuration. Raises ConfigError if the
-    function of the warm-up's turns fails, or has changed since.
+    function of the warm-up's turns fails.
     """
     assert config.model.tiny is not None
-    turns = config.model.tiny.warmup.turns
-    function = None if turns is None else import_function(TURNS, turns)
-    source = inspect.getsource(function) if inspect.isfunction(function) else ""
     if folder.exists():
-        if (folder / SOURCE).exists() and (folder / SOURCE).read_text(encoding="utf-8") != source:
-            raise ConfigError(f"{TURNS}: {turns} changed after {folder} was made. Change run.name or remove {folder}.")
+        if (turns := config.model.tiny.warmup.turns) is not None:
+            report(f"{folder} has seen turns of {turns} already. If you changed them, set another run.name.")
         return folder
     torch.manual_seed(config.run.seed)
     tokenizer = make_tokenizer((*WORDS, *TOOL_WORDS) if config.env is not None else WORDS)
@@ -153,8 +148,6 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
-    if source:
-        (unfinished / SOURCE).write_text(source, encoding="utf-8")
     unfinished.rename(folder)
     return folder
 
