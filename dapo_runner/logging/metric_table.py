@@ -100,7 +100,7 @@ PANELS = (
     GRADIENT,
     LEARNING_RATE,
     Panel("Reflection", "phrases per response", REFLECTION, from_zero=True),
-    Panel("Trainer/engine mismatch", "nats per token", GAPS, from_zero=True),
+    Panel("Log-prob mismatch", "nats per token", GAPS, from_zero=True),
     Panel("Largest mismatch", "nats", LARGEST_GAPS, from_zero=True),
     Panel("Mismatch weights", "share of tokens", MISMATCH, share=True),
     TIME,
