@@ -153,8 +153,8 @@ def measure(options: argparse.Namespace) -> dict[str, Rounds]:
             if side in trained:
                 bench.train(groups)
             tokens = sum(one.n_sampled for group in groups for one in group)
-            said = sum(one.length for group in groups for one in group) - tokens
-            found[side].append((tokens, said, sampled, busy, time.perf_counter() - start))
+            read = sum(one.length for group in groups for one in group) - tokens
+            found[side].append((tokens, read, sampled, busy, time.perf_counter() - start))
     bench.engine.close()
     return {side: rounds[1:] for side, rounds in found.items()}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 from pydantic import AfterValidator, BeforeValidator, FiniteFloat, Strict, StrictBool
 
 _as_plain = BeforeValidator(lambda value: value.item() if hasattr(value, "item") else value)  # of NumPy or torch
-Number = Annotated[StrictBool | Annotated[FiniteFloat, Strict()], _as_plain, AfterValidator(float)]  # a text is none
+Number = Annotated[StrictBool | Annotated[FiniteFloat, Strict()], _as_plain, AfterValidator(float)]  # no text
 
 
 class Message(NamedTuple):

@@ -138,7 +138,7 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     assert config.model.tiny is not None
     if folder.exists():
         if (turns := config.model.tiny.warmup.turns) is not None:
-            report(f"{folder} has seen turns of {turns} already. If you changed them, set another run.name.")
+            report(f"{folder} was warmed up on turns of {turns}. If you changed them, set another run.name.")
         return folder
     torch.manual_seed(config.run.seed)
     tokenizer = make_tokenizer((*WORDS, *TOOL_WORDS) if config.env is not None else WORDS)

@@ -7,6 +7,8 @@ import shlex
 import subprocess
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from small import write_recipe
 from torch.distributed.run import get_args_parser
 
 from dapo_runner.cli import main
+from dapo_runner.commands.launch import _cause
 from dapo_runner.config import load_config
 from dapo_runner.parallel.world import make_layout
 
@@ -75,6 +78,21 @@ def test_a_plan_is_that_of_all_ranks_which_are_told_if_no_gpu_is_found(
         out, err = capsys.readouterr()
         assert "gpus: 2" in out
         assert err.count("CPU") == lines
+
+
+@pytest.mark.parametrize(
+    ("ended", "cause"),  # exit code and second of each rank
+    [
+        ([(1, 5), (-9, 5)], 1),
+        ([(1, 5), (7, 6)], 1),
+        ([(1, 5), (-6, 5)], 0),
+        ([(1, 5), (-9, 35)], 0),  # torchrun kills a rank that does not end
+        ([(-15, 5), (-15, 5)], 0),
+    ],
+)
+def test_a_rank_that_has_lost_another_is_not_the_cause(ended: list[tuple[int, int]], cause: int) -> None:
+    failures: Any = {rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in enumerate(ended)}
+    assert _cause(failures)[0] == cause
 
 
 ENDS = """
