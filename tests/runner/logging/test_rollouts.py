@@ -233,6 +233,8 @@ def test_a_mistake_is_named(run: Path, arguments: str, parts: list[str], capsys:
         MetricsLog(run / "empty" / METRICS_FILE).write(1, kind, {})
         assert main(["show", str(run / "empty"), "--step", "1"]) == 2
         assert ("logging.rollouts.groups" in capsys.readouterr().err) == (kind == "step")
+    assert main(["show", str(run / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 class Keyboard(Console):
