@@ -1,4 +1,4 @@
-"""Two fake servers with all that a test opens over them. With the test engines are closed and hung requests end."""
+"""An engine in this process, and two fake servers with all that a test opens over them, which ends with the test."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fake_server import FakeServer
 from served import Fleet, HashEngine
+
+from dapo_runner.config import ModelConfig
+from dapo_runner.policy.model import load_model
+from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.run.tiny_model import make_tokenizer
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> HFEngine:
+    model = ModelConfig(path="x", dtype="float32")
+    return HFEngine(load_model(model_folder, model, torch.device("cpu"), "sdpa"), make_tokenizer(), 64)
 
 
 @pytest.fixture

@@ -3,67 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import CUTS, what_is_left
+from contract import check_prefix, check_responses, check_seeds, check_stop_string, model_logprobs, prompt, tokens_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dapo_runner.config import ModelConfig, parse_config
+from dapo_runner.config import parse_config
 from dapo_runner.parallel.world import SINGLE_PROCESS
-from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine, ends_with_stop
-from dapo_runner.types import Completion, Prompt, SamplingParams
-
-CPU = torch.device("cpu")
-MODEL = ModelConfig(path="x", dtype="float32")
-
-
-@pytest.fixture
-def engine(model_folder: Path) -> HFEngine:
-    return HFEngine(load_model(model_folder, MODEL, CPU, "sdpa"), load_tokenizer(model_folder, MODEL), 64)
-
-
-def prompt(text: str, engine: HFEngine) -> Prompt:
-    return Prompt(text, tuple(engine.tokenizer(text)["input_ids"]), text, "")
-
-
-def flat(results: list[list[Completion]]) -> Iterator[Completion]:
-    return (completion for group in results for completion in group)
-
-
-def full_logprobs(engine: HFEngine, prompt: Prompt, completion: Completion, temperature: float = 1.0) -> Any:
-    """Log-probs of every response token by one pass over the whole sequence, without a cache."""
-    ids = torch.tensor([*prompt.token_ids, *completion.token_ids.tolist()])
-    with torch.no_grad():
-        logits = engine.model(input_ids=ids[None], use_cache=False).logits[0] / temperature
-    logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    return logprobs[len(prompt.token_ids) - 1 :]
+from dapo_runner.types import SamplingParams
 
 
 def test_responses_end_and_have_the_log_probs_of_the_whole_sequence(engine: HFEngine) -> None:
-    prompts = [prompt(text, engine) for text in ("1+1=", "123+45678=", "7", "90+90=")]
     sampling = SamplingParams(n=5, temperature=0.7, max_tokens=70, seed=3)  # beyond the cache's first block
-    results = engine.generate(prompts, sampling) + engine.generate(prompts[:1], replace(sampling, max_tokens=2))
-    assert [len(group) for group in results] == [5] * 5
-    reasons, end = Counter(completion.finish_reason for completion in flat(results)), engine.tokenizer.eos_token_id
+    reasons = check_responses(engine, partial(model_logprobs, engine.model), sampling)
+    reasons += check_responses(engine, partial(model_logprobs, engine.model), replace(sampling, max_tokens=2))
     assert min(reasons["stop"], reasons["length"]) > 3
-    for asked, group, limit in zip([*prompts, prompts[0]], results, [70] * 4 + [2], strict=True):
-        for completion in group:
-            tokens = completion.token_ids.tolist()
-            assert end not in tokens[:-1]
-            assert (tokens[-1] == end) == (completion.finish_reason == "stop")
-            assert completion.finish_reason == "stop" or len(tokens) == limit
-            assert completion.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
-            expected = full_logprobs(engine, asked, completion, temperature=0.7)
-            torch.testing.assert_close(completion.logprobs, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
@@ -76,7 +42,7 @@ def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
     gpt2 = HFEngine(model, engine.tokenizer)
     prompts = [prompt(text, engine) for text in ("7", "123+45678=")]
     for asked, group in zip(prompts, gpt2.generate(prompts, SamplingParams(max_tokens=6)), strict=True):
-        expected = full_logprobs(gpt2, asked, group[0])
+        expected = model_logprobs(gpt2.model, asked, group[0])
         torch.testing.assert_close(group[0].logprobs, expected, atol=2e-4, rtol=1e-4)
 
 
@@ -94,7 +60,7 @@ def test_attention_over_padding_has_the_bits_of_transformers(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     config = parse_config({"model": {"path": str(model_folder)}, "data": {"path": str(model_folder)}})
-    HFEngine.load(model_folder, config, CPU, SINGLE_PROCESS, print)
+    HFEngine.load(model_folder, config, torch.device("cpu"), SINGLE_PROCESS, print)
     attention = AttentionInterface()["sdpa"]
     layer = nn.Identity()
     layer.num_key_value_groups = heads // keys  # type: ignore[assignment]
@@ -116,20 +82,14 @@ def test_tokens_do_not_depend_on_the_batching(engine: HFEngine, model_folder: Pa
     together = engine.generate(prompts, sampling)
     engine.max_batch_sequences = 4  # groups are cut in two
     apart = engine.generate(prompts, sampling)
-    for one, other in zip(flat(together), flat(apart), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert tokens_of(together) == tokens_of(apart)
+    for one, other in zip(chain(*together), chain(*apart), strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
 
 
-def test_seeds_decide(engine: HFEngine) -> None:
-    asked = [prompt("12+34=", engine)] * 2
-    first, again, other = (
-        [c.token_ids.tolist() for c in flat(engine.generate(asked, SamplingParams(n=8, max_tokens=16, seed=seed)))]
-        for seed in (1, 1, 2)
-    )
-    assert first == again
-    assert first != other
-    assert len({tuple(tokens) for tokens in first}) > 8  # neither samples nor equal prompts share their dice
+@pytest.mark.parametrize("check", [check_seeds, check_prefix])
+def test_what_every_engine_does(check: Callable[[HFEngine], None], engine: HFEngine) -> None:
+    check(engine)
 
 
 @pytest.mark.parametrize("cut", [{"temperature": 1.0}, {"temperature": 0.5}, {"top_p": 0.6}, *CUTS], ids=str)
@@ -142,7 +102,7 @@ def test_samples_follow_the_truncated_distribution(cut: dict[str, Any], engine: 
     truncation = {name: value for name, value in cut.items() if name != "temperature"}
     kept = what_is_left(probs.tolist(), **truncation)
     engine.max_batch_sequences = n
-    completions = list(flat(engine.generate([asked], SamplingParams(n=n, max_tokens=1, seed=2, **cut))))
+    (completions,) = engine.generate([asked], SamplingParams(n=n, max_tokens=1, seed=2, **cut))
     drawn = Counter(int(c.token_ids[0]) for c in completions)
     assert set(drawn) <= set(kept)
     for token, share in kept.items():
@@ -154,30 +114,12 @@ def test_samples_follow_the_truncated_distribution(cut: dict[str, Any], engine: 
 def test_what_cuts_nothing_changes_nothing(engine: HFEngine) -> None:
     asked, plain = [prompt("12+34=", engine)], SamplingParams(n=8, max_tokens=8)
     idle = SamplingParams(n=8, max_tokens=8, top_k=1000, stop=("never said",))
-    one, other = (list(flat(engine.generate(asked, sampling))) for sampling in (plain, idle))
-    assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in other]
+    assert tokens_of(engine.generate(asked, plain)) == tokens_of(engine.generate(asked, idle))
 
 
 def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: HFEngine) -> None:
-    """The same dice without it: the response is the same up to the token that completes the string."""
-    asked, sampling = [prompt("12+34=", engine), prompt("7", engine)], SamplingParams(n=100, max_tokens=12)
-    whole = list(flat(engine.generate(asked, sampling)))
-    counts = Counter(c.text[i : i + 2] for c in whole for i in range(len(c.text) - 1))
-    stop = next(text for text, _ in counts.most_common() if text[0] != text[1])
-    cut = list(flat(engine.generate(asked, replace(sampling, stop=("no such thing", stop)))))
-    for one, other in zip(whole, cut, strict=True):
-        if stop not in one.text:
-            assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
-            continue
-        assert other.finish_reason == "stop"
-        assert other.text == one.text[: one.text.index(stop) + 2]
-        assert other.token_ids.tolist() == one.token_ids[: other.length].tolist()
-        assert torch.equal(other.logprobs, one.logprobs[: other.length])
-    ends = [c for c in cut if stop in c.text]
-    assert any(c.length == 12 for c in ends)  # complete with the last token that there was room for
-    assert any(c.length < 12 for c in ends)
-    limits = [replace(sampling, n=1), replace(sampling, n=1, stop=(stop,))]
-    assert engine.generate(asked, limits)[0][0].token_ids.tolist() == whole[0].token_ids.tolist()
+    for whole, cut in check_stop_string(engine, 100):
+        assert torch.equal(cut.logprobs, whole.logprobs[: cut.length])
 
 
 def test_a_stop_string_is_found_across_tokens_bytes_and_special_tokens() -> None:
@@ -207,19 +149,6 @@ def test_temperature_zero_is_greedy(engine: HFEngine) -> None:
     assert len({tuple(c.token_ids.tolist()) for c in group}) == 1
 
 
-def test_a_prefix_is_continued_with_limits_of_its_own(engine: HFEngine) -> None:
-    asked = prompt("12+34=", engine)
-    (whole,) = engine.generate([asked], SamplingParams(n=1, temperature=0.0, max_tokens=9))
-    cut = whole[0].token_ids[:4].tolist()
-    prefix = Prompt("prefix", (*asked.token_ids, *cut), "", "")
-    limits = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(n=2, temperature=0.0, max_tokens=2)]
-    (rest,), short = engine.generate([prefix, asked], limits)
-    assert cut + rest.token_ids.tolist() == whole[0].token_ids.tolist()
-    assert [c.token_ids.tolist() for c in short] == [whole[0].token_ids[:2].tolist()] * 2
-    with pytest.raises(ValueError):  # noqa: PT011  # of zip
-        engine.generate([prefix, asked], limits[:1])
-
-
 def test_completions_can_be_saved_for_a_backward_pass(engine: HFEngine) -> None:
     (group,) = engine.generate([prompt("1+1=", engine)], SamplingParams(max_tokens=4))
     weight = torch.ones(group[0].length, requires_grad=True)
@@ -230,12 +159,12 @@ def test_completions_can_be_saved_for_a_backward_pass(engine: HFEngine) -> None:
 def test_weights_arrive_all_of_them_or_not_at_all(engine: HFEngine) -> None:
     asked = [prompt("12+34=", engine)]
     sampling = SamplingParams(n=4, max_tokens=8, seed=1)
-    before = [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))]
+    before = tokens_of(engine.generate(asked, sampling))
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     engine.update_weights((name, tensor * 1.5) for name, tensor in weights.items())
-    assert [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))] != before
+    assert tokens_of(engine.generate(asked, sampling)) != before
     engine.update_weights(weights.items())
-    assert [c.token_ids.tolist() for c in flat(engine.generate(asked, sampling))] == before
+    assert tokens_of(engine.generate(asked, sampling)) == before
     first, tensor = next(iter(weights.items()))
     rest = {name: tensor for name, tensor in weights.items() if name != first}
     for name, wrong in (

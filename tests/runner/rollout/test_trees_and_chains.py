@@ -6,15 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import make_prompt
+from contract import model_logprobs, prompt
 
-from dapo_runner.config import ModelConfig, SegmentsConfig, TreeShape
-from dapo_runner.policy.model import load_model, load_tokenizer
+from dapo_runner.config import SegmentsConfig, TreeShape
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation, value_chains
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -68,33 +67,21 @@ def test_values_are_those_of_the_policy() -> None:
     assert counts == {"prefixes": 4, "continuations": 4 * CHAIN.samples, "tokens": (4 + 3 + 2 + 2) * CHAIN.samples}
 
 
-CPU = torch.device("cpu")
-MODEL = ModelConfig(path="x", dtype="float32")
 TEXTS = ("1+1=", "123+45678=", "7", "90+90=")
 TREE = TreeShape(branching=(3, 2, 2), tokens=2)
 
 
-@pytest.fixture
-def engine(model_folder: Path) -> HFEngine:
-    return HFEngine(load_model(model_folder, MODEL, CPU, "sdpa"), load_tokenizer(model_folder, MODEL), 64)
-
-
 def grow(engine: HFEngine, places: Sequence[int]) -> list[list[Completion]]:
     """Trees of prompts number ``places``: a rank's share."""
-    prompts = [Prompt(TEXTS[place], tuple(engine.tokenizer(TEXTS[place])["input_ids"]), "", "") for place in places]
+    prompts = [prompt(TEXTS[place], engine) for place in places]
     each = [SamplingParams(n=12, max_tokens=12, seed=5, index=place) for place in places]
     return grow_trees(engine.generate, engine.tokenizer, prompts, each, TREE)
 
 
-def facts(leaf: Completion) -> tuple[Any, ...]:
-    return leaf.token_ids.tolist(), leaf.path, leaf.finish_reason, leaf.text
-
-
 def test_a_tree_and_its_leaves(engine: HFEngine) -> None:
     trees, end = grow(engine, range(4)), engine.tokenizer.eos_token_id
-    leaves = [(text, leaf) for text, tree in zip(TEXTS, trees, strict=True) for leaf in tree]
-    reasons = Counter(leaf.finish_reason for _, leaf in leaves)
-    assert min(reasons["stop"], reasons["length"]) > 0
+    leaves = [(prompt(text, engine), leaf) for text, tree in zip(TEXTS, trees, strict=True) for leaf in tree]
+    assert {leaf.finish_reason for _, leaf in leaves} == {"stop", "length"}
     assert any(len(leaf.path) < 3 for _, leaf in leaves)  # some end before the last level
     for tree in trees:
         children = [[branch.child for branch in leaf.path] for leaf in tree]
@@ -105,37 +92,30 @@ def test_a_tree_and_its_leaves(engine: HFEngine) -> None:
             for depth in range(1, len(leaf.path) + 1):  # responses of one node share its tokens
                 of_node = leaf.token_ids.tolist()[: sum(branch.length for branch in leaf.path[:depth])]
                 assert nodes.setdefault(leaf.path[:depth], of_node) == of_node
-    for text, leaf in leaves:
+    for asked, leaf in leaves:
         tokens, lengths = leaf.token_ids.tolist(), [branch.length for branch in leaf.path]
         assert sum(lengths) == leaf.length == leaf.logprobs.numel() <= 12
         assert all(length == 2 for length in lengths[:-1])
         assert (tokens[-1] == end) == (leaf.finish_reason == "stop")
         assert leaf.finish_reason == "stop" or leaf.length == 12
         assert leaf.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
-        prompt = engine.tokenizer(text)["input_ids"]
-        ids = torch.tensor([*prompt, *tokens])
-        with torch.no_grad():
-            logits = engine.model(input_ids=ids[None], use_cache=False).logits[0]
-        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
-        torch.testing.assert_close(leaf.logprobs, expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(leaf.logprobs, model_logprobs(engine.model, asked, leaf), atol=2e-4, rtol=1e-4)
 
 
 def test_a_tree_does_not_depend_on_which_rank_grows_it(engine: HFEngine) -> None:
-    whole = grow(engine, range(4))
-    parts = {
-        place: tree for share in ([2, 0], [3], [1]) for place, tree in zip(share, grow(engine, share), strict=True)
-    }
-    assert [[facts(leaf) for leaf in parts[place]] for place in range(4)] == [
-        [facts(leaf) for leaf in tree] for tree in whole
-    ]
+    facts = [[(one.token_ids.tolist(), one.path, one.finish_reason) for one in tree] for tree in grow(engine, range(4))]
+    for share in ([2, 0], [3], [1]):
+        trees = grow(engine, share)
+        found = [[(one.token_ids.tolist(), one.path, one.finish_reason) for one in tree] for tree in trees]
+        assert found == [facts[place] for place in share]
 
 
 def test_a_continued_response_is_whole(engine: HFEngine) -> None:
-    prompt = replace(make_prompt(), token_ids=tuple(engine.tokenizer("1+1=")["input_ids"]))
+    asked = replace(prompt("1+1=", engine), answer="2")
     tokens = torch.tensor(engine.tokenizer("12")["input_ids"][-2:])
-    prefix = add_prefix(prompt, tokens)
-    assert prefix.token_ids == (*prompt.token_ids, *tokens.tolist())
-    assert (prefix.n_response_tokens, prefix.answer) == (2, prompt.answer)
+    prefix = add_prefix(asked, tokens)
+    assert prefix.token_ids == (*asked.token_ids, *tokens.tolist())
+    assert (prefix.n_response_tokens, prefix.answer) == (2, "2")
     ((continuation,),) = engine.generate([prefix], SamplingParams(max_tokens=4))
     whole = join_continuation(prefix, continuation, engine.tokenizer)
     assert whole.token_ids.tolist() == [*tokens.tolist(), *continuation.token_ids.tolist()]

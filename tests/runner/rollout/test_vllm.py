@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 import yaml
 from builders import CUTS, make_config, save_model, what_is_left
+from contract import check_prefix, check_responses, check_seeds, check_stop_string, model_logprobs, prompt
 from launch import torchrun
 from small import SEGMENTS, small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse_config
+from dapo_runner.config import Config, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
@@ -78,9 +80,13 @@ def shared(tiny: Path) -> VLLMEngine:
     return engine
 
 
+def load_learner(config: Config) -> Learner:
+    return Learner(load_policy(str(config.model.path), config.model, CPU), config)
+
+
 @pytest.fixture
 def learner(tiny: Path) -> Learner:
-    return Learner(load_policy(tiny, ModelConfig(path="x", dtype="float32"), CPU), tiny_config(tiny))
+    return load_learner(tiny_config(tiny))
 
 
 @pytest.fixture
@@ -90,26 +96,15 @@ def engine(shared: VLLMEngine, learner: Learner) -> VLLMEngine:
     return shared
 
 
-def prompt(text: str, engine: VLLMEngine) -> Prompt:
-    return Prompt(text, tuple(engine.tokenizer(text)["input_ids"]), text, "")
-
-
-def policy_logits(learner: Learner, ids: torch.Tensor) -> torch.Tensor:
-    """By transformers, without packing or our kernels."""
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_config(learner.policy.model.config, attn_implementation="eager")
+def plain_model(learner: Learner) -> LlamaForCausalLM:
+    """The policy by transformers, without packing or our kernels."""
+    plain = LlamaForCausalLM._from_config(learner.policy.model.config, attn_implementation="eager").eval()
     plain.load_state_dict(learner.policy.model.state_dict())
-    with torch.no_grad():
-        return plain.eval()(input_ids=ids[None], use_cache=False).logits[0]
+    return plain
 
 
 def policy_logprobs(learner: Learner, asked: Prompt, answer: Completion, temperature: float = 1.0) -> torch.Tensor:
-    ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
-    logits = policy_logits(learner, ids)
-    logprobs = (logits / temperature).log_softmax(-1)
-    start = len(asked.token_ids)
-    return logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
+    return model_logprobs(plain_model(learner), asked, answer, temperature)
 
 
 def test_turns_join_the_running_batch(engine: VLLMEngine, learner: Learner) -> None:
@@ -151,78 +146,35 @@ def test_beyond_the_temperatures_of_a_configuration_vllm_does_something_else() -
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_completions_carry_the_policys_logprobs(engine: VLLMEngine, learner: Learner, temperature: float) -> None:
-    asked = [prompt(text, engine) for text in ("1+1=", "123+45678=")]
     sampling = SamplingParams(n=4, temperature=temperature, max_tokens=12, seed=3)
-    groups = engine.generate(asked, sampling)
-    assert [len(group) for group in groups] == [4, 4]
-    for one, group in zip(asked, groups, strict=True):
-        for answer in group:
-            tokens = answer.token_ids.tolist()
-            assert tokens
-            stopped = answer.finish_reason == "stop"
-            assert stopped == (tokens[-1] in engine.stop_ids)  # the token that ends a response belongs to it
-            assert stopped or len(tokens) == 12
-            assert answer.text == engine.tokenizer.decode(tokens, skip_special_tokens=True)
-            wanted = policy_logprobs(learner, one, answer, temperature)
-            torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
+    assert check_responses(engine, partial(model_logprobs, plain_model(learner)), sampling)
 
 
-def test_seeds_decide_and_no_two_samples_share_theirs(engine: VLLMEngine) -> None:
-    asked = [prompt("12+34=", engine)] * 2
-    first, again, other = (
-        [c.token_ids.tolist() for group in engine.generate(asked, SamplingParams(n=8, max_tokens=16, seed=seed))
-         for c in group]
-        for seed in (1, 1, 2)
-    )  # fmt: skip
-    assert first == again
-    assert first != other
-    assert len({tuple(tokens) for tokens in first}) > 8  # neither samples nor equal prompts share their dice
+@pytest.mark.parametrize("check", [check_seeds, check_prefix, partial(check_stop_string, n=50)])
+def test_what_every_engine_does(check: Callable[[VLLMEngine], Any], engine: VLLMEngine) -> None:
+    check(engine)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_truncated_sampling(cut: dict[str, Any], engine: VLLMEngine, learner: Learner) -> None:
     """Log-probs are those of the truncated distribution, and its tokens are listed where that is asked for."""
-    asked, is_masked = prompt("12+34=", engine), "top_k" in cut
+    asked, is_masked, model = prompt("12+34=", engine), "top_k" in cut, plain_model(learner)
     sampling = SamplingParams(n=200, max_tokens=2, seed=2, sampling_mask=is_masked, **cut)
     (answers,) = engine.generate([asked], sampling)
-    logits = policy_logits(learner, torch.tensor(asked.token_ids))[-1]
-    assert {int(answer.token_ids[0]) for answer in answers} == set(what_is_left(logits.softmax(-1).tolist(), **cut))
-    for answer in answers[:20]:
+    first = set[int]()
+    for number, answer in enumerate(answers):
         ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
-        probs = policy_logits(learner, ids)[-answer.length - 1 : -1].softmax(-1)
-        left = [what_is_left(own.tolist(), **cut) for own in probs]
-        expected = [own[token] for own, token in zip(left, answer.token_ids.tolist(), strict=True)]
-        assert answer.logprobs.exp().tolist() == pytest.approx(expected, abs=1e-4)
-        if is_masked:
-            kept = answer.support.ids.split(answer.support.counts.tolist())
-            assert [set(own.tolist()) for own in kept] == [set(own) for own in left]
-
-
-def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: VLLMEngine) -> None:
-    asked, sampling = [prompt("12+34=", engine), prompt("7", engine)], SamplingParams(n=50, max_tokens=12)
-    whole = [answer for group in engine.generate(asked, sampling) for answer in group]
-    counts = Counter(c.text[i : i + 2] for c in whole for i in range(len(c.text) - 1))
-    stop = next(text for text, _ in counts.most_common() if text[0] != text[1])
-    groups = engine.generate(asked, replace(sampling, stop=("no such thing", stop)))
-    for one, other in zip(whole, [answer for group in groups for answer in group], strict=True):
-        if stop not in one.text:
-            assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
-            continue
-        assert other.finish_reason == "stop"
-        assert other.text == one.text[: one.text.index(stop) + 2]
-        assert other.token_ids.tolist() == one.token_ids[: other.length].tolist()
-    assert any(stop in answer.text and answer.length == 12 for group in groups for answer in group)
-
-
-def test_a_prefix_is_continued_with_limits_of_its_own(engine: VLLMEngine) -> None:
-    asked = prompt("12+34=", engine)
-    (whole,) = engine.generate([asked], SamplingParams(temperature=0.0, max_tokens=9))
-    cut = whole[0].token_ids[:4].tolist()
-    prefix = Prompt("prefix", (*asked.token_ids, *cut), "", "")
-    limits = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(n=2, temperature=0.0, max_tokens=2)]
-    (rest,), short = engine.generate([prefix, asked], limits)
-    assert cut + rest.token_ids.tolist() == whole[0].token_ids.tolist()
-    assert [c.token_ids.tolist() for c in short] == [whole[0].token_ids[:2].tolist()] * 2
+        first.add(int(answer.token_ids[0]))
+        if number < 20:
+            with torch.no_grad():
+                probs = model(input_ids=ids[None]).logits[0, -answer.length - 1 : -1].softmax(-1)
+            left = [what_is_left(own.tolist(), **cut) for own in probs]
+            expected = [own[token] for own, token in zip(left, answer.token_ids.tolist(), strict=True)]
+            assert answer.logprobs.exp().tolist() == pytest.approx(expected, abs=1e-4)
+            if is_masked:
+                kept = answer.support.ids.split(answer.support.counts.tolist())
+                assert [set(own.tolist()) for own in kept] == [set(own) for own in left]
+    assert first == set(left[0])
 
 
 def test_more_tokens_than_one_batch_takes_are_prefilled_whole(engine: VLLMEngine) -> None:
@@ -230,24 +182,6 @@ def test_more_tokens_than_one_batch_takes_are_prefilled_whole(engine: VLLMEngine
     asked = [Prompt(str(i), tuple(torch.randint(5, 12, (150,)).tolist()), "", "") for i in range(80)]
     groups = engine.generate(asked, SamplingParams(max_tokens=2))
     assert [len(group) for group in groups] == [1] * 80
-
-
-def test_new_weights_arrive_whole(engine: VLLMEngine, learner: Learner) -> None:
-    # Longer than a block of the prefix cache, so that a stale cache would show.
-    asked = Prompt("long", tuple(prompt("12+34=", engine).token_ids) * 25, "", "")
-    assert len(asked.token_ids) > 128
-    sampling = SamplingParams(n=4, max_tokens=8, seed=1)
-    before = engine.generate([asked], sampling)[0]
-    original = {name: tensor.clone() for name, tensor in learner.policy.named_weights()}
-    change(learner)
-    stale = [(answer.logprobs - policy_logprobs(learner, asked, answer)).abs().mean() for answer in before]
-    assert max(stale) > 0.05
-    engine.update_weights(learner.policy.named_weights())
-    for answer in engine.generate([asked], sampling)[0]:
-        torch.testing.assert_close(answer.logprobs, policy_logprobs(learner, asked, answer), atol=1e-4, rtol=1e-4)
-    engine.update_weights(original.items())
-    for answer, again in zip(before, engine.generate([asked], sampling)[0], strict=True):
-        assert answer.token_ids.tolist() == again.token_ids.tolist()
 
 
 def prober(engine: VLLMEngine, learner: Learner, text: str = "12+34=") -> SyncProbe:
@@ -268,17 +202,14 @@ def test_the_probe_finds_what_the_engine_does_not_have(
     if keeps_prefixes:
         monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
     engine.update_weights(learner.policy.named_weights())
-    if keeps_prefixes:
-        with pytest.raises(OutOfSyncError):
-            probe(engine, learner)
-    else:
+    with pytest.raises(OutOfSyncError) if keeps_prefixes else nullcontext():
         assert probe(engine, learner)["gap"] < 1e-4
 
 
 def test_a_float32_head_is_used_and_follows_new_weights(tiny: Path) -> None:
     config = tiny_config(tiny, model={"dtype": "bfloat16", "float32_logits": True})
     engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
-    learner = Learner(load_policy(tiny, config.model, CPU), config)
+    learner = load_learner(config)
     change(learner)
     engine.update_weights(learner.policy.named_weights())
     hidden = torch.randn(5, SHAPE.hidden_size).bfloat16()
@@ -352,10 +283,8 @@ def test_two_ranks(whole: Path, tmp_path: Path, share: int) -> None:
 def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
     config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "enforce_eager": False}})
     engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
-    engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
+    probe = prober(engine, learner)
+    assert probe(engine, learner)["gap_max"] < 1e-4
     change(learner)
     engine.update_weights(learner.policy.named_weights())
-    (group,) = engine.generate([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
-    for answer in group:
-        wanted = policy_logprobs(learner, prompt("12+34=", engine), answer)
-        torch.testing.assert_close(answer.logprobs, wanted, atol=1e-4, rtol=1e-4)
+    assert probe(engine, learner)["gap_max"] < 1e-4

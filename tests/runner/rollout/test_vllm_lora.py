@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from contract import prompt
 from refusals import refused
-from test_vllm import CPU, prober, prompt, pytestmark, raw_run, tiny, tiny_config
+from test_vllm import CPU, load_learner, prober, pytestmark, raw_run, tiny, tiny_config
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
-from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -28,10 +28,6 @@ LORA = {"rank": 5, "alpha": 20}  # a rank that vLLM rounds up
 
 def lora_config(path: Path, **lora: Any) -> Config:
     return tiny_config(path, model={"lora": LORA | lora})
-
-
-def load(config: Config) -> Learner:
-    return Learner(load_policy(str(config.model.path), config.model, CPU), config)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +48,7 @@ def draw(learner: Learner, seed: int) -> None:
 def test_the_probe_passes_what_was_synced_last_and_nothing_else(
     engine: VLLMEngine, tiny: Path, targets: str | list[str]
 ) -> None:
-    learner = load(lora_config(tiny, targets=targets))
+    learner = load_learner(lora_config(tiny, targets=targets))
     probe = prober(engine, learner, "12+34=" * 25)  # longer than a block of the prefix cache
     for seed in range(3):
         draw(learner, seed)
@@ -63,7 +59,7 @@ def test_the_probe_passes_what_was_synced_last_and_nothing_else(
 
 
 def test_turns_of_an_open_call_are_answered_by_the_adapters(engine: VLLMEngine, tiny: Path) -> None:
-    learner = load(lora_config(tiny))
+    learner = load_learner(lora_config(tiny))
     draw(learner, seed=7)
     engine.sync(learner.policy)
     asked, sampling = prompt("1+1=", engine), SamplingParams(temperature=0.0, max_tokens=6)
@@ -77,24 +73,22 @@ def test_turns_of_an_open_call_are_answered_by_the_adapters(engine: VLLMEngine, 
 
 
 def test_layers_that_vllm_does_not_adapt_are_refused(engine: VLLMEngine, tiny: Path) -> None:
-    learner = load(lora_config(tiny))
+    learner = load_learner(lora_config(tiny))
     attention = learner.policy.model.model.layers[0].self_attn
     attention.rotation = copy.deepcopy(attention.q_proj)
     with refused("model.lora.targets"):
         engine.sync(learner.policy)
 
 
-def run(folder: Path, steps: int) -> Path:
-    raw = raw_run(folder, steps=steps)
-    raw["model"]["lora"] = {"rank": 4, "alpha": 32}
-    raw["optimizer"]["lr"] = 5e-2
-    return train(parse_config(raw), Progress())
-
-
 def test_a_run_and_its_resume(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", steps=2)
-    run(tmp_path / "again", steps=1)
-    again = run(tmp_path / "again", steps=2)
-    assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    def run(name: str, steps: int) -> Path:
+        raw = raw_run(tmp_path / name, steps=steps)
+        raw["model"]["lora"] = {"rank": 4, "alpha": 32}
+        raw["optimizer"]["lr"] = 5e-2
+        return train(parse_config(raw), Progress())
+
+    whole = run("whole", 2)
+    run("again", 1)
+    assert (run("again", 2) / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
     assert all(step["train/tokens"] > 0 and step["sync/gap"] < 1e-4 for step in steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -20,28 +19,23 @@ from typing import Any
 import gloo_for_nccl
 import pytest
 import torch
-from builders import make_config, save_model
 from served import in_thread, wait_until
-from test_vllm import CPU, SHAPE, change, policy_logprobs
+from test_vllm import CPU, change, load_learner, policy_logprobs, pytestmark, tiny, tiny_config
 from transformers import AutoConfig
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
-from dapo_runner.config import Config, ModelConfig, dump_config
+from dapo_runner.config import Config, dump_config
 from dapo_runner.http import run
-from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.client import RefusedError, Server, ServerError, key_file, server_key
 from dapo_runner.rollout.guard import CLAIM, OWNED, RELEASE, model_facts
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import TRANSFERS, ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"),
-]
+__all__ = ["pytestmark", "tiny"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,28 +46,14 @@ def _keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    torch.manual_seed(7)
-    tokenizer, folder = make_tokenizer(), tmp_path_factory.mktemp("tiny")
-    model = make_model(SHAPE, tokenizer, max_positions=256)
-    model.config.tie_word_embeddings = True  # where vLLM on a CPU needs help
-    model.tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    run = {"output_dir": str(tmp_path_factory.mktemp("runs")), "device": "cpu"}
     server = {"urls": [free_address()], "sync_within": 600.0}
-    return make_config(
-        run={"output_dir": str(folder / "runs"), "device": "cpu"},
-        model={"tiny": None, "path": str(save_model(model, tokenizer, folder)), "dtype": "float32"},
-        rollout={
-            "engine": "server",
-            "server": server,
-            "max_prompt_tokens": 160,
-            "max_response_tokens": 16,
-            "vllm": {"kv_cache_gib": 0.25},
-        },
-        reward={"overlong": {"cache_length": 4}},
-    )
+    return tiny_config(tiny, run=run, rollout={"engine": "server", "server": server})
+
+
+def with_rollout(config: Config, **values: Any) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=values)})
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +90,7 @@ def free_address() -> str:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-def prompts(config: Config) -> list[Prompt]:
+def prompts() -> list[Prompt]:
     tokenizer = make_tokenizer()
     texts = ("1+1=", "123+45678=", "12+34=", "7", "12+34=" * 25)
     return [Prompt(text, tuple(tokenizer(text)["input_ids"]), text, "") for text in texts]
@@ -142,20 +122,11 @@ def open_engine(config: Config, server: None) -> Iterator[Opener]:
 
 def test_it_is_the_engine_of_this_process(config: Config, open_engine: Opener) -> None:
     """Tokens, log-probs, stop strings and greedy responses, before and after new weights; the version is checked."""
-    asked, path = prompts(config), config.model.path
-    assert path is not None
-    inside = VLLMEngine(path, make_tokenizer(), config, CPU)
-    engine = open_engine()
-    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
-    probe = SyncProbe(asked, config)
+    asked, engine, learner = prompts(), open_engine(), load_learner(config)
+    inside, probe = VLLMEngine(str(config.model.path), make_tokenizer(), config, CPU), SyncProbe(asked, config)
     sampling = SamplingParams(n=4, max_tokens=12, seed=3)
-    each = [
-        sampling,
-        replace(sampling, stop=("2", "9")),
-        replace(sampling, temperature=0.0),
-        replace(sampling, top_p=0.7),
-        sampling,
-    ]
+    varied: list[dict[str, Any]] = [{}, {"stop": ("2", "9")}, {"temperature": 0.0}, {"top_p": 0.7}, {}]
+    each = [replace(sampling, **fields) for fields in varied]
     before = engine.generate(asked, each)
     assert_alike(before, inside.generate(asked, each))
 
@@ -177,17 +148,9 @@ def test_it_is_the_engine_of_this_process(config: Config, open_engine: Opener) -
 
 def in_turn(config: Config) -> dict[int, Learner]:
     """The weights of the first updates: those of the model's folder and others."""
-    path = config.model.path
-    assert path is not None
-    first, second = (Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config) for _ in range(2))
+    first, second = load_learner(config), load_learner(config)
     change(second)
     return {1: first, 2: second, 3: first, 4: second, 5: first}
-
-
-def asynchronous(config: Config, partial: bool) -> Config:
-    return config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"max_staleness": 1, "partial": partial})}
-    )
 
 
 def answers_across(
@@ -207,8 +170,9 @@ def test_weights_in_flight(partial: bool, config: Config, open_engine: Opener) -
     computed anew; without they end before, also where more is queued at the server than runs there.
     """
     notes: list[str] = []
-    engine, weights = open_engine(asynchronous(config, partial), note=notes.append), in_turn(config)
-    asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
+    engine = open_engine(with_rollout(config, max_staleness=1, partial=partial), note=notes.append)
+    weights = in_turn(config)
+    asked, sampling = prompts()[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
     assert 4 * len(asked) > config.rollout.max_batch_sequences
     for version in range(2, 6):  # on a busy machine no response may be under way in the moment of the swap
         pairs = answers_across(engine, config, weights[version], asked, sampling)
@@ -242,9 +206,9 @@ def read_metric(config: Config, metric: str) -> float:
 def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> None:
     """A quarter of the prompts is; the server works on none of the others then, and takes new weights right away."""
     notes: list[str] = []
-    batches = config.rollout.model_copy(update={"max_batch_sequences": 4000})  # all is queued at the server at once
-    engine = open_engine(config.model_copy(update={"rollout": batches}), note=notes.append)
-    asked, sampling = prompts(config)[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
+    batches = with_rollout(config, max_batch_sequences=4000)  # all is queued at the server at once
+    engine = open_engine(batches, note=notes.append)
+    asked, sampling = prompts()[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
 
     def ask_for_more() -> None:
         found = engine.generate(asked, sampling, CallOptions(completion_fraction=1 / 4))
@@ -286,7 +250,7 @@ def test_the_guard_of_a_real_server(
     with pytest.raises(ServerError, match="the other"):
         run(Server(url, config.rollout.server).post("/pause"))
     waited = ServerEngine(str(config.model.path), make_tokenizer(), config)  # for the end of the lease
-    assert waited.generate(prompts(config)[:1], SamplingParams(n=1, max_tokens=4))
+    assert waited.generate(prompts()[:1], SamplingParams(n=1, max_tokens=4))
     file = next(waited.transfer.folder.glob("*.safetensors"))
     with pytest.raises(ServerError, match="500"):
         run(waited.pool.servers[0].post("/collective_rpc", {"method": "load_weights_file", "args": [str(file), "1"]}))
@@ -308,16 +272,14 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(TRANSFERS, "nccl", gloo_for_nccl.Transfer)
     gloo_for_nccl.replace(monkeypatch.setattr)
     gloo_for_nccl.replace_streams(monkeypatch.setattr)
-    path, url = config.model.path, free_address()
-    assert path is not None
+    path, url = str(config.model.path), free_address()
     servers = config.rollout.server.model_copy(update={"urls": [url], "transfer": "nccl", "folder": tmp_path / "none"})
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": servers})})
+    config = with_rollout(config, server=servers)
     command = [sys.executable, "-m", PROGRAM, *server_arguments(config, path, CPU, url)]
     command.append("--worker-extension-cls=gloo_for_nccl.Extension")
     places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
-    learner = Learner(load_policy(path, ModelConfig(path="x", dtype="float32"), CPU), config)
-    probe = SyncProbe(prompts(config), config)
+    learner, probe = load_learner(config), SyncProbe(prompts(), config)
     with running(command, tmp_path / "log", **environment):
         engine = ServerEngine(path, make_tokenizer(), config, renew=60.0)
         (server,) = engine.pool.servers
