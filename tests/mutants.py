@@ -151,10 +151,6 @@ def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])]
 
 
-def last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Return the modules that a file imports, itself, by a package or by a helper of the tests, or that it names."""
@@ -164,11 +160,12 @@ def imports(path: Path) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            own = {alias.name for alias in node.names}
+            names = {f"{node.module}.{name}" for name in own}
             package = ROOT / node.module.replace(".", "/") / "__init__.py"
             exported = imports(package) if package.exists() and package != path else ()
             found |= {node.module, *names}
-            found |= {name.rpartition(".")[0] for name in exported if last(name) in {*map(last, names)}}
+            found |= {name.rpartition(".")[0] for name in exported if name.rpartition(".")[2] in own}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("dapo_"):
             found |= {word for word in node.value.split() if word.startswith("dapo_")}
     helpers = [helper for helper in (ROOT / "tests").rglob("*.py") if helper.stem in found and helper != path]
@@ -197,25 +194,10 @@ def copy_checkout(folder: Path) -> Path:
     return folder
 
 
-def markers_of(room: str) -> str:
-    return SELECTED.get(room, SELECTED[""])
-
-
 def run_tests(checkout: Path, markers: str, files: Iterable[str], timeout: float | None, *options: str) -> int | None:
     """Run test files in ``checkout``; return pytest's exit code, or None after ``timeout`` seconds."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--smoke",
-        "-m",
-        markers,
-        *options,
-        *files,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--smoke", "-m", markers]
+    command += [*options, *files]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     null = subprocess.DEVNULL
     with subprocess.Popen(
@@ -249,13 +231,14 @@ class Baseline:
 
     def choose(self, mutant: Mutant, limit: float) -> dict[str, float]:
         """Return test files of a mutant and their seconds, until they take longer than ``limit``."""
+        markers = SELECTED.get(mutant.room, SELECTED[""])
         files = sorted(files_of(mutant.room), key=lambda file: (ROOT / file).stat().st_size)
         files.sort(key=lambda file: mutant.module not in imports(ROOT / file))
         chosen: dict[str, float] = {}
         for file in files:
             if sum(chosen.values()) > limit:
                 break
-            if seconds := self.measure(markers_of(mutant.room), file):
+            if seconds := self.measure(markers, file):
                 chosen[file] = seconds
         return chosen
 
@@ -274,7 +257,8 @@ def try_mutant(mutant: Mutant, baseline: Baseline, options: argparse.Namespace) 
     path.write_text(mutated, encoding="utf-8")
     began = time.monotonic()
     try:
-        code = run_tests(baseline.checkout, markers_of(mutant.room), files, 60 + 3 * sum(files.values()), "-x")
+        markers = SELECTED.get(mutant.room, SELECTED[""])
+        code = run_tests(baseline.checkout, markers, files, 60 + 3 * sum(files.values()), "-x")
     finally:
         path.write_text(source, encoding="utf-8")
     state = {0: "survived", 1: "killed", None: "timeout"}.get(code, "unloadable")
@@ -285,7 +269,6 @@ def page(outcomes: list[Outcome], options: argparse.Namespace) -> str:
     """Return the report: the share killed by room, then the survivors and what is counted apart."""
     asked = f" --room {options.room}" if options.room else ""
     asked += f" --seconds {options.seconds:g}" if options.seconds != float("inf") else ""
-    asked += f" --minutes {options.minutes:g}" if options.minutes != float("inf") else ""
     command = f"python tests/mutants.py --per-room {options.per_room} --seed {options.seed}{asked}"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = ["# Mutants", "", f"`{command}` at commit {commit.strip()}", ""]
@@ -313,10 +296,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--room", help="only rooms whose folder contains this, as rollout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="add no test file after so many")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after this time")
-    parser.add_argument(
-        "--equivalent", type=read_equivalent, default=str(EQUIVALENT), help="file of equivalent mutants"
-    )
+    parser.add_argument("--equivalent", type=read_equivalent, default=str(EQUIVALENT), help="a file of them")
     parser.add_argument("--out", type=Path, help="a file for the page, rewritten after each mutant")
     return parser.parse_args()
 
@@ -328,13 +308,11 @@ def read_equivalent(path: str) -> set[str]:
 
 
 def main() -> int:
-    options, began = parse_arguments(), time.monotonic()
+    options = parse_arguments()
     chosen, outcomes = draw(options.room, options.per_room, options.seed), list[Outcome]()
     with tempfile.TemporaryDirectory() as scratch:
         baseline = Baseline(copy_checkout(Path(scratch)))
         for number, mutant in enumerate(chosen, start=1):
-            if time.monotonic() - began > 60 * options.minutes:
-                break
             outcome = try_mutant(mutant, baseline, options)
             outcomes.append(outcome)
             what = f"{mutant.path}:{mutant.line} {outcome.state} {outcome.change}"

@@ -8,8 +8,6 @@ import ast
 import graphlib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 # From the ground up. A room imports from those below; rooms of one line do not know each other.
 LAYERS = (
@@ -82,23 +80,6 @@ def upward_arrows(imports: dict[str, set[str]]) -> list[str]:
 
 def test_no_arrow_runs_upwards_and_no_module_reaches_itself() -> None:
     imports = read_imports(ROOT)
+    assert "dapo_kernels.layout" in imports["dapo_kernels.call"]
     assert upward_arrows(imports) == []
     graphlib.TopologicalSorter(imports).prepare()
-
-
-def test_they_would_be_found(tmp_path: Path) -> None:
-    for name, text in {
-        "dapo_kernels/loss.py": "def f():\n    import dapo_runner.config.checks",
-        "dapo_runner/config/settings.py": "from dapo_runner.config import checks\nfrom dapo_runner import train",
-        "dapo_runner/config/checks.py": "if False:\n    from dapo_runner.config.settings import Config",
-        "dapo_runner/train.py": "import torch",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    imports = read_imports(tmp_path)
-    assert upward_arrows(imports) == [
-        "dapo_kernels.loss → dapo_runner.config.checks",
-        "dapo_runner.config.settings → dapo_runner.train",
-    ]
-    with pytest.raises(graphlib.CycleError, match=r"dapo_runner\.config\.checks"):
-        graphlib.TopologicalSorter(imports).prepare()

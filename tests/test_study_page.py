@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-stats = pytest.importorskip("scipy.stats")
-
-from docs import troubleshooting_pictures as pictures  # noqa: E402
-from docs.study_pictures import BUDGETS, LADDER, ROOT, differences  # noqa: E402
+from dapo_runner.tools.study.results import PairedTest, estimate, holm, paired_test
+from docs import troubleshooting_pictures as pictures
+from docs.study_pictures import BUDGETS, LADDER, ROOT
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 TRICKS = ["whole", "group_mean", "batch_std", "batch_mean", "by_sequence", "clip", "short", "short_filter"]
@@ -44,60 +42,43 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in list(rows)[2:]]
 
 
-def error(points: list[float]) -> float:
-    return stdev(points) / len(points) ** 0.5
-
-
 def spread(points: list[float]) -> str:
-    return f"{mean(points):.1f} ± {error(points):.1f}"
+    found = estimate(points)
+    assert found is not None
+    return f"{found.mean:.1f} ± {found.error:.1f}"
 
 
-def p_value(gains: list[float]) -> float:
-    return float(stats.ttest_1samp(gains, 0.0).pvalue)
+def compare(rows: dict[str, list[float]], row: str, other: str) -> PairedTest:
+    found = paired_test(rows[row], rows[other])
+    assert found is not None
+    return found
 
 
-def difference(gains: list[float]) -> str:
+def show(test: PairedTest) -> str:
     """Return the mean of paired differences with its standard error and 95 % interval, as the page shows it."""
-    reach = stats.t.ppf(0.975, len(gains) - 1) * error(gains)
-    figures = f"{mean(gains):+.1f} ± {error(gains):.1f} ({mean(gains) - reach:+.1f} to {mean(gains) + reach:+.1f})"
-    return figures.replace("-", "−")
-
-
-def subtract(one: list[float], other: list[float]) -> list[float]:
-    return [a - b for a, b in zip(one, other, strict=True)]
-
-
-def holm(p_values: list[float]) -> list[float]:
-    """Return the p-values corrected for their number (Holm 1979), in their order."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    corrected, highest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = highest
-    return corrected
+    (gain, error), (low, high) = test.difference, test.interval or (0.0, 0.0)
+    return f"{gain:+.1f} ± {error:.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
 
 
 def test_the_ladder_from_grpo_to_dapo() -> None:
     for row, (label, _, *cells) in zip(LADDER, table("## Table 1\n"), strict=True):
         assert LADDER[row] == label
         assert cells == [spread(by_row("table1-20261122", budget, 100)[row]) for budget in BUDGETS]
-    runs = read("table1-20261122")
-    gains = [differences({(run["variant"], run["seed"]): run[budget] for run in runs}) for budget in BUDGETS]
-    corrected = iter(holm([p_value(points) for rows in gains for points in rows.values()]))
+    studies = [by_row("table1-20261122", budget, 100) for budget in BUDGETS]
+    tests = [compare(rows, row, above) for rows in studies for above, row in pairwise(LADDER)]
+    corrected = holm([test.p or 0.0 for test in tests])
     lines = table("\n| | equal updates | p | Holm |")
-    for place, rows in enumerate(gains):
-        for cells, points in zip(lines, rows.values(), strict=True):
-            shown, *p_values = cells[1 + 3 * place : 4 + 3 * place]
-            assert shown == difference(points)
-            assert list(map(float, p_values)) == pytest.approx([p_value(points), next(corrected)], rel=0.05)
+    cells = [line[start : start + 3] for start in (1, 4) for line in lines]
+    for (shown, *ps), test, p in zip(cells, tests, corrected, strict=True):
+        assert shown == show(test)
+        assert list(map(float, ps)) == pytest.approx([test.p, p], rel=0.05)
 
 
 def test_prompt_means_against_token_means() -> None:
     lines = table("## Eq. 8")
     for place, budget in enumerate(BUDGETS):
         rows = by_row("prompt-mean-20261124", budget, 100)
-        gains = subtract(rows["prompt_mean"], rows["dapo"])
-        expected = [spread(rows["dapo"]), spread(rows["prompt_mean"]), difference(gains)]
+        expected = [spread(rows["dapo"]), spread(rows["prompt_mean"]), show(compare(rows, "prompt_mean", "dapo"))]
         assert [line[1 + place] for line in lines] == expected
 
 
@@ -106,14 +87,14 @@ def test_the_parts_one_by_one() -> None:
     lines = table("## DAPO's parts, one by one\n")
     for name, (_, after, gain, p) in zip(TRICKS, lines, strict=True):
         variants = CLIPS if name == "clip" else [name]
-        show = (lambda points: f"{mean(points):.1f}") if name == "clip" else spread
-        assert after == ", ".join(show(rows[row]) for row in variants)
+        spreads = [spread(rows[row]).partition(" ± " if name == "clip" else "\n")[0] for row in variants]
+        assert after == ", ".join(spreads)
         if name != "whole":
-            base = rows[name.removesuffix("_filter") if name.endswith("_filter") else "whole"]
-            gains = [subtract(rows[row], base) for row in variants]
-            shown = ", ".join(f"{mean(one):+.1f} ± {error(one):.1f}" for one in gains).replace("-", "−")
+            base = name.removesuffix("_filter") if name.endswith("_filter") else "whole"
+            tests = [compare(rows, row, base) for row in variants]
+            shown = ", ".join(show(test).partition(" (")[0] for test in tests)
             assert gain.removesuffix(" to the row above") == shown
-            assert [float(x) for x in p.split(", ")] == pytest.approx(list(map(p_value, gains)), rel=0.05)
+            assert [float(x) for x in p.split(", ")] == pytest.approx([test.p for test in tests], rel=0.05)
 
 
 def test_the_small_language_model() -> None:
@@ -124,18 +105,6 @@ def test_the_small_language_model() -> None:
         tokens, seconds, first, last, cut = (mean(found[key][name]) for key in keys[len(BUDGETS) :])
         figures = [f"{tokens / 1000:.0f} thousand", f"{seconds:.0f}", f"{first:.1f} → {last:.1f}", f"{100 * cut:.0f} %"]
         assert cells[1:] == [*accuracy, *figures]
-
-
-@pytest.mark.parametrize(
-    ("name", "side_by_side"),
-    [("table1-20261122", 2), ("prompt-mean-20261124", 1), ("tricks-20261122", 2), ("smollm2-20261122", 2)],
-)
-def test_how_long_the_studies_took(name: str, side_by_side: int) -> None:
-    """The seconds of all runs, shared by those side by side."""
-    runs = read(name)
-    minutes = sum(float(run["seconds"]) for run in runs) / side_by_side / 60
-    line = next(line for line in PAGE.splitlines() if line.startswith(f"dapo study studies/{name.rpartition('-')[0]} "))
-    assert f"{len(runs)} runs, {minutes:.0f} minutes" in line
 
 
 @pytest.mark.parametrize(
