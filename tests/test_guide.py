@@ -132,20 +132,10 @@ def train(snippet: str, folder: Path, micro_batches: int = 2) -> tuple[dict[str,
     labels[:, 1:][~data["mask"]] = labels[:, 0] = -100
     columns = {key: data[key] for key in ("input_ids", "attention_mask", "old_logprobs", "advantages")}
     rows = [{**{key: x[i] for key, x in columns.items()}, "labels": labels[i]} for i in range(8)]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=micro_batches,
-        max_steps=2,
-        learning_rate=1e-2,
-        optim="sgd",
-        remove_unused_columns=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": micro_batches, "max_steps": 2}
+    quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    update = {"learning_rate": 1e-2, "optim": "sgd", "remove_unused_columns": False, "use_cpu": True}
+    arguments = TrainingArguments(str(folder), **sizes, **quiet, **update)  # type: ignore[arg-type]
     model = tiny_llama()
     trainer = run(snippet, torch=torch)["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
     trainer.train()
@@ -166,20 +156,6 @@ def assert_same_moves(got: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     for name, weight in expected.items():
         torch.testing.assert_close(got[name] - start[name], weight - start[name], rtol=1e-3, atol=1e-7)
     assert any(not torch.equal(weight, start[name]) for name, weight in expected.items())
-
-
-def train_on_a_rank(rank: int, folder: Path) -> None:
-    weights, _ = train("trainer: after", folder / f"run{rank}", micro_batches=2)
-    torch.save(weights, folder / f"{rank}.pt")
-
-
-@pytest.mark.ranks
-def test_trainer_on_ranks(tmp_path: Path) -> None:
-    """All rows in every update, on two ranks and in one process."""
-    on_ranks(2, train_on_a_rank, tmp_path)
-    expected, _ = train("trainer: after", tmp_path / "one", micro_batches=4)
-    for rank in range(2):
-        assert_same_moves(torch.load(tmp_path / f"{rank}.pt"), expected)
 
 
 def test_biased_and_capped_head() -> None:
@@ -339,14 +315,20 @@ def fsdp_rank(rank: int) -> None:
     assert names["model"].lm_head.weight.grad.full_tensor().isfinite().all()
 
 
-@pytest.mark.ranks
-def test_ranks() -> None:
-    on_ranks(2, wrapping_rank)
+def train_on_a_rank(rank: int, folder: Path) -> None:
+    wrapping_rank(rank)
+    fsdp_rank(rank)
+    weights, _ = train("trainer: after", folder / f"run{rank}", micro_batches=2)
+    torch.save(weights, folder / f"{rank}.pt")
 
 
 @pytest.mark.ranks
-def test_fsdp2() -> None:
-    on_ranks(2, fsdp_rank)
+def test_snippets_on_ranks(tmp_path: Path) -> None:
+    """The Trainer: all rows in every update, on two ranks and in one process."""
+    on_ranks(2, train_on_a_rank, tmp_path)
+    expected, _ = train("trainer: after", tmp_path / "one", micro_batches=4)
+    for rank in range(2):
+        assert_same_moves(torch.load(tmp_path / f"{rank}.pt"), expected)
 
 
 def test_the_first_example_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_commands_that_are_not_done_are_run(tmp_path: Path) -> None:
     assert gpu._run_logged({done: program("raise SystemExit(1)"), fails: program("raise SystemExit(3)")}, 600)
     assert gpu.failures(tmp_path) == ["gpu-fails.txt"]
     slow = {tmp_path / "gpu-slow.txt": program("import time; time.sleep(600)")}
-    assert [gpu._run_logged(slow, 4.0) for _ in range(2)] == [False, True]  # a command takes a second at least
+    assert [gpu._run_logged(slow, 2.0) for _ in range(2)] == [False, True]  # a command takes a second at least
     rows = [{"kind": kind, "status": status} for kind, status in (("peer", "failed"), ("ours", "wrong"))]
     (tmp_path / "gpu-logits.json").write_text(json.dumps({"records": [{"rows": rows}]}))
     (tmp_path / "gpu-card.json").write_text(json.dumps({"records": [{"rows": rows[:1]}]}))
