@@ -11,23 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config
 from fake_server import GENERATE, UPDATE, Answer, FakeServer
 from served import PROMPTS, SAMPLING, Fleet, in_thread, moved, responses, server_config, wait_until
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.client import RolloutError
-from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.run.builders import make_asynchronous
-from dapo_runner.types import CallOptions, Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.types import CallOptions, SamplingParams
 
 
 def test_which_server_answers_makes_no_difference(fleet: Fleet, policy: Policy) -> None:
@@ -221,60 +214,18 @@ def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, poli
     assert {body["mode"] for path, body, _ in fleet[0].asked if path == "/pause"} == {"wait"}
 
 
-Steps = list[list[tuple[str, list[list[int]]]]]
-
-
-def asynchronous_steps(engine: ServerEngine, n_rounds: int, lead: int = 1) -> Steps:
-    """Return prompts and responses of six steps, a round for each."""
-
-    def score(prompts: list[Prompt], round_number: int) -> list[Group]:
-        found = engine.generate(prompts, replace(SAMPLING, seed=round_number), CallOptions(priority=round_number))
-        return [
-            Group(prompt, tuple(Sample(one, Verdict(True), 1.0) for one in answers))
-            for prompt, answers in zip(prompts, found, strict=True)
-        ]
-
-    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(make_config(sampler={"filter_groups": False})))
-    ahead = AsynchronousSampler(sampler, lead, 6, 300.0, n_rounds)
-    taken = [ahead.next(score).groups for _ in range(6)]
-    ahead.close()
-    return [
-        [(one.prompt.id, [sample.completion.token_ids.tolist() for sample in one.samples]) for one in groups]
-        for groups in taken
-    ]
-
-
-@pytest.mark.parametrize("lead", [1, 2])
-def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet, lead: int) -> None:
-    """It is trained on in its turn, before those of the next rounds, which were all answered first."""
-    engine = fleet.open(ahead=1)
-    wanted = asynchronous_steps(engine, 1)
-    (slow, *_), *rounds = ([list(PROMPTS[int(name)].token_ids) for name, _ in step] for step in wanted[2 : 3 + lead])
-    later = [tokens for step in rounds for tokens in step]
-    answered, order = threading.Semaphore(0), list[bool]()
-
-    def hold(server: FakeServer, body: dict[str, Any]) -> Answer:
-        if body["token_ids"] == slow:
-            order.extend(answered.acquire(timeout=120) for _ in later)
-        answer = server.generate(body)
-        if body["token_ids"] in later:
-            answered.release()
-        return 200, answer
-
-    fleet[0].hooks[GENERATE] = lambda body: hold(fleet[0], body)
-    fleet[1].hooks[GENERATE] = lambda body: hold(fleet[1], body)
-    assert asynchronous_steps(engine, lead + 1, lead) == wanted
-    assert order == [True] * (4 * lead)
-    asked = [body for server in fleet.servers for _, body, _ in server.asked if body.get("token_ids") == slow]
-    assert {body["priority"] for body in asked} == {2}
-
-
-@pytest.mark.parametrize(("ahead", "partial", "rounds"), [(1, True, 2), (3, True, 4), (3, False, 1)])
-def test_how_many_rounds_are_in_flight(ahead: int, partial: bool, rounds: int) -> None:
-    rollout = {"engine": "server", "max_staleness": ahead, "partial": partial, "correction": {"weights": "token"}}
-    config = make_config(rollout=rollout, sampler={"max_age": ahead})
-    sampler = DynamicSampler(PromptCursor(PROMPTS, seed=0), GroupBuffer(config))
-    assert make_asynchronous(sampler, config).n_rounds == rounds
+def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
+    engine, rounds = fleet.open(ahead=1), [replace(SAMPLING, seed=number) for number in range(3)]
+    wanted = [responses(engine.generate(PROMPTS, sampling)) for sampling in rounds]
+    slow, others = list(PROMPTS[4].token_ids), threading.Event()
+    fleet.hook(lambda body: others.wait(120) and None if (body["priority"], body["token_ids"]) == (0, slow) else None)
+    first, *later = (
+        in_thread(lambda number=number: engine.generate(PROMPTS, rounds[number], CallOptions(priority=number)))
+        for number in range(3)
+    )
+    assert [responses(answers()) for answers in later] == wanted[1:]
+    others.set()
+    assert responses(first()) == wanted[0]
 
 
 def test_a_request_may_wait_behind_those_of_the_rounds_before(fleet: Fleet) -> None:
