@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ RANKS = 2
 # Each rank's micro-batches, as sequences; the second rank has one fewer and fills up with one that trains nothing.
 MICRO_BATCHES = (((0,), (1, 2, 3)), ((4, 5), ()))
 ROWS = (0, 40, 61)  # of the head, a different number on each rank
+CASES = list(itertools.product(("DDP", "FSDP2", "FSDP2, head apart"), ("dapo", "gspo")))
 
 pytestmark = pytest.mark.ranks
 
@@ -42,67 +44,53 @@ def micro_batches(rank: int, objective: str) -> tuple[list[dict[str, Tensor]], T
     return mine, total
 
 
-def ddp(rank: int, objective: str) -> tuple[Any, list[Any]]:
-    policy = DistributedDataParallel(PolicyLoss(network(), objective=objective))
-    mine, total = micro_batches(rank, objective)
-    metrics = []
+def wrapped(how: str, model: Any, objective: str) -> Any:
+    policy = PolicyLoss(model, objective=objective)
+    if how == "DDP":
+        return DistributedDataParallel(policy)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if how == "FSDP2, head apart":
+        fully_shard(model.lm_head)
+    return fully_shard(policy, reshard_after_forward=True)
+
+
+def train_wrapped(rank: int, how: str, objective: str) -> tuple[Any, ...]:
+    """Return the gradient and the metrics, of each micro-batch and reduced."""
+    model = network()
+    policy, (mine, total), metrics = wrapped(how, model, objective), micro_batches(rank, objective), []
+    if how != "DDP":
+        with torch.no_grad():
+            policy(**{k: x for k, x in mine[0].items() if k not in ("old_logprobs", "advantages")}, mode="logprobs")
+        assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())  # a step would be seen
     for batch in mine:
-        with contextlib.nullcontext() if batch is mine[-1] else policy.no_sync():
+        if how != "DDP":
+            policy.set_requires_gradient_sync(batch is mine[-1])
+        with policy.no_sync() if how == "DDP" and batch is not mine[-1] else contextlib.nullcontext():
             out = policy(**batch, denominator=total / RANKS)
             out.loss.backward()
         metrics.append(out.metrics)
-    return policy.module.model, metrics
+    return gradients(model), [dict(x) for x in metrics], reduce_metrics(metrics)
 
 
-def fsdp2(rank: int, objective: str, head_apart: bool = False) -> tuple[Any, list[Any]]:
-    model = network()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    if head_apart:
-        fully_shard(model.lm_head)
-    policy: Any = fully_shard(PolicyLoss(model, objective=objective), reshard_after_forward=True)
-    mine, total = micro_batches(rank, objective)
-    with torch.no_grad():
-        policy(**{k: x for k, x in mine[0].items() if k not in ("old_logprobs", "advantages")}, mode="logprobs")
-    assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())  # a step would be seen
-    metrics = []
-    for batch in mine:
-        policy.set_requires_gradient_sync(batch is mine[-1])
-        out = policy(**batch, denominator=total / RANKS)
-        out.loss.backward()
-        metrics.append(out.metrics)
-    return model, metrics
+def on_a_rank(rank: int, folder: Path) -> None:
+    torch.save({case: train_wrapped(rank, *case) for case in CASES}, folder / f"{rank}.pt")
+    share_head_on_a_rank(rank)
 
 
-def fsdp2_head_apart(rank: int, objective: str) -> tuple[Any, list[Any]]:
-    return fsdp2(rank, objective, head_apart=True)
-
-
-LOOPS = (ddp, fsdp2, fsdp2_head_apart)
-OBJECTIVES = ("dapo", "gspo")
-
-
-def train_on_a_rank(rank: int, folder: Path) -> None:
-    for loop in LOOPS:
-        for objective in OBJECTIVES:
-            model, metrics = loop(rank, objective)
-            saved = {"gradient": gradients(model), "metrics": [dict(x) for x in metrics]}
-            torch.save(saved | {"reduced": reduce_metrics(metrics)}, folder / f"{loop.__name__}-{objective}-{rank}.pt")
-
-
-def test_ddp_and_fsdp2_give_the_gradient_of_one_process(tmp_path: Path) -> None:
+def test_ddp_fsdp2_and_a_shared_head_give_the_gradient_of_one_process(tmp_path: Path) -> None:
     """And its metrics. accelerate and Fabric: tests/test_guide.py."""
-    on_ranks(RANKS, train_on_a_rank, tmp_path)
-    for objective in OBJECTIVES:
-        policy = PolicyLoss(network(), objective=objective)
+    on_ranks(RANKS, on_a_rank, tmp_path)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    for case in CASES:
+        policy = PolicyLoss(network(), objective=case[1])
         out = policy(**packed())
         out.loss.backward()
         expected = gradients(policy.model)
-        for loop in LOOPS:
-            ranks = [torch.load(tmp_path / f"{loop.__name__}-{objective}-{rank}.pt") for rank in range(RANKS)]
-            assert max(relative_error(rank["gradient"], expected) for rank in ranks) < 1e-5, (loop, objective)
-            assert ranks[0]["reduced"] == ranks[1]["reduced"] == summarize(ranks[0]["metrics"] + ranks[1]["metrics"])
-            assert ranks[0]["reduced"] == pytest.approx(summarize(out.metrics), rel=1e-5, abs=1e-6)
+        (one, metrics, reduced), (other, other_metrics, other_reduced) = (rank[case] for rank in ranks)
+        assert max(relative_error(found, expected) for found in (one, other)) < 1e-5, case
+        assert reduced == other_reduced == summarize(metrics + other_metrics)
+        assert reduced == pytest.approx(summarize(out.metrics), rel=1e-5, abs=1e-6)
 
 
 def test_inputs_that_fabric_has_rounded_are_refused() -> None:
@@ -152,7 +140,3 @@ def share_head_on_a_rank(rank: int) -> None:
     for model in (with_dtensor_head(capped, mesh), with_own_rows(Capped(network().config), rank)):
         with pytest.raises(ValueError, match="Capped"):
             PolicyLoss(model, group=mesh.get_group())(**padded())
-
-
-def test_a_head_that_ranks_share() -> None:
-    on_ranks(RANKS, share_head_on_a_rank)
