@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from builders import make_completion, make_config, make_prompt
 from refusals import refused
-from small import small_recipe, write_recipe
+from small import small_recipe
 
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.cli import main
 from dapo_runner.config import Config, parse_config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
@@ -74,10 +73,10 @@ def rewards(groups: list[Group]) -> list[list[float]]:
         ("Verdict(np.bool_(True), np.str_('7'), 'mine', np.float64(0.25))", Verdict(True, "7", "mine", 0.25)),
         ("True", Verdict(True)),
         ("False", Verdict(False)),
-        ("1", Verdict(True, value=1.0)),
-        ("0.25", Verdict(True, value=0.25)),
-        ("0", Verdict(False, value=0.0)),  # the middle of incorrect (−1) and correct (1) is not above it
-        ("np.float32(0.5)", Verdict(True, value=0.5)),
+        ("2", Verdict(True, value=2.0)),
+        ("1.25", Verdict(True, value=1.25)),
+        ("1", Verdict(False, value=1.0)),  # the middle of incorrect (−1) and correct (3) is not above it
+        ("np.float32(1.5)", Verdict(True, value=1.5)),
         ("np.bool_(True)", Verdict(True)),
         ("__import__('torch').tensor(-2.0)", Verdict(False, value=-2.0)),
     ],
@@ -85,17 +84,10 @@ def rewards(groups: list[Group]) -> list[list[float]]:
 def test_a_verdict_has_plain_values_whatever_is_returned(config_of: MakeConfig, returned: str, wanted: Verdict) -> None:
     """torch refuses to load a checkpoint with anything else in it."""
     for body in (f"def reward(p, c): return {returned}", f"def reward(p, c, r): return [{returned}] * len(c)"):
-        (group,) = Scorer(config_of(body))(*batch(1, 1))
+        (group,) = Scorer(config_of(body, correct=3.0))(*batch(1, 1))
         verdict = group.samples[0].verdict
         assert verdict == wanted
         assert list(map(type, astuple(verdict))) == list(map(type, astuple(wanted)))
-
-
-def test_a_number_is_correct_above_the_middle_of_the_configured_rewards(config_of: MakeConfig) -> None:
-    body = "def reward(p, c): return (0.5, 0.55)[int(c.text)]"
-    (group,) = Scorer(config_of(body, correct=1.0, incorrect=0.0))(*batch(1, 2))
-    assert [sample.correct for sample in group.samples] == [False, True]
-    assert group.has_mixed_correctness
 
 
 @pytest.mark.parametrize("concurrency", [None, 3])
@@ -306,10 +298,8 @@ def test_parts_are_added_by_weight_and_the_first_that_applies_decides_correctnes
     assert dict(groups[1].samples[1].parts) == {"g": 0.25}
     counts = scorer.take_counts()
     assert counts["odd_seconds"] > 0 < counts["g_seconds"]
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match=r"nothing.*p0"):
         Scorer(config_of(PARTS, parts=[{"use": "nothing"}]))(*batch(1, 1))
-    assert "nothing" in str(caught.value)
-    assert "p0" in str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["def", "async def"])
@@ -325,15 +315,9 @@ def test_functions_of_trl_work_through_one_line(config_of: MakeConfig, how: str)
         reward, length, said = length, from_trl(length), from_trl(said, chat=True)"""
     scorer = Scorer(config_of(body, parts=[{"use": "length"}, {"use": "said"}]))
     assert rewards(scorer(*batch(2, 2))) == [[1.0, 2.0], [0.0, 1.0]]
-    with refused("reward.kind") as caught:
-        Scorer(config_of(body))
-    assert "from_trl" in str(caught.value)
-
-
-def test_a_function_that_cannot_be_imported_is_refused() -> None:
-    for name in ("nowhere_at_all:f", "json:nothing"):
+    for config in (config_of(body), make_config(reward={"kind": "nowhere:f"}), make_config(reward={"kind": "json:f"})):
         with refused("reward.kind"):
-            Scorer(make_config(reward={"kind": name}))
+            Scorer(config)
 
 
 # Runs
@@ -390,22 +374,8 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
     step = next(event for event in events if event["kind"] == "step")
     total = step["reward/dapo"] + step["reward/judge"] + 0.5 * step["reward/short"] + step["batch/length_penalty"]
     assert step["batch/reward"] == pytest.approx(total)
-    assert step["reward/judge_std"] > 0
     assert step["batch/groups"] == 4  # filtered by reward: one at random keeps them all
     total = evaluation["eval/reward_dapo"] + evaluation["eval/reward_judge"] + 0.5 * evaluation["eval/reward_short"]
     assert evaluation["eval/reward"] == pytest.approx(total)
     first = next(event for event in read_log(whole / "timings.jsonl") if event["kind"] == "step")
-    assert first["reward/short_seconds"] > 0
     assert first["reward/short_calls"] > 0 == first["reward/short_failed"]
-
-
-def test_a_command_ends_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "always.py").write_text("def judge(p, c): raise OSError('no')")
-    recipe, always = str(write_recipe(tmp_path, steps=1)), ["reward.kind=always:judge", "reward.calls.retries=0"]
-    assert main(["train", recipe, *always]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "always" in line]
-    for part in ("dapo: ", "always:judge", "OSError", "always.py:1"):
-        assert part in line

@@ -50,12 +50,8 @@ PIECES = [
     *("```python\n", "```json\n", "```", "null", "[]", "NaN", "Infinity", "1e999", "-1E400", "1/0", "0/0", "10^10^10"),
     *("9" * 400, "9" * 5000, "0." + "0" * 400 + "1", "²", "٣", "\ud800", "\udfff\ud800", "\0", "\x1b[2J", "\u202e"),
     *("ﷺ" * 99, "İ" * 99, "e\u0301", "−", "–", "(" * 3000, "[" * 3000, "-" * 3000, "x" * 3000, '{"a":' * 3000),
-    *(
-        r"\frac{" * 500,
-        r"\sqrt" * 500,
-        '{"tree": ' + "[" * 900 + "]" * 900 + "}",
-        '{"set": [' + "[1.5, {}]," * 300 + "1]}",
-    ),
+    *(r"\frac{" * 500, r"\sqrt" * 500),
+    *('{"tree": ' + "[" * 900 + "]" * 900 + "}", '{"set": [' + "[1.5, {}]," * 300 + "1]}"),
     *('{"price": 1e999}', '{"price": ' + "7" * 400 + "}", '{"price": -0.0}', '{"price": 1e-400}'),
     *('{"count": ' + "3" * 4000 + "}", '{"name": "\\ud800"}', '{"x": "\\ud800"}', '"\\udc00"'),
     *("def f(x): return x + 1\n", "raise KeyboardInterrupt\n", "import sys\nsys.exit(0)\n"),
@@ -72,13 +68,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=12,
 ).map(json.dumps)
-EXAMPLES = {
-    "code": 10,
-    "math": 20,
-    "reasoning_gym": 8,
-    "judge": 40,
-    "votes": 20,
-}  # a process or a request for each text
+EXAMPLES = {"code": 10, "math": 20, "reasoning_gym": 8, "judge": 40, "votes": 20}  # a process or a request each
 STRINGS = ("dapo", "gsm8k", "integer", "choice", "exact", "fuzzy")  # rules that judge in this process
 BOUNDS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from builders import make_completion, make_config, make_prompt, save_model
+from builders import make_completion, make_config, make_prompt, save_model, snippets_of
 from fake_api import FakeAPI, asked, says
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
-from small import small_recipe, write_recipe
-from test_train import Notes
+from small import AtPhase, Notes, small_recipe, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.cli import main
@@ -34,7 +33,6 @@ from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 
 KEY = "JUDGE_KEY_OF_A_TEST"
-PAGE = (Path(__file__).parents[3] / "docs" / "judge.md").read_text(encoding="utf-8")
 LIMIT = 60.0  # seconds for an answer on a busy machine
 
 
@@ -81,8 +79,7 @@ def test_its_confidence_is_the_reward() -> None:
     assert len(api.bodies) == 8  # an empty response is not judged
     assert {asked(body, "problem") for body in api.bodies} == {"q0", "q1"}
     body = api.bodies[0]
-    assert (asked(body, "reference"), body["model"]) == ("7", "m")
-    assert [message["role"] for message in body["messages"]] == ["user"]
+    assert (asked(body, "reference"), body["model"], len(body["messages"])) == ("7", "m", 1)
     assert (body["max_tokens"], body["temperature"], body["logprobs"]) == (1, 0, True)
 
 
@@ -198,22 +195,17 @@ def test_a_request_that_fails_is_never_a_reward_of_0_and_not_saved(what: str, tm
         over.set()
 
 
-@pytest.mark.parametrize(
-    "reply", [{"status": s, "votes": v} for s in (400, 413, 422) for v in (0, 3)] + [None], ids=str
-)
-def test_a_response_that_is_refused_or_filtered_is_unclear_and_ends_no_run(reply: dict[str, int] | None) -> None:
-    message = {"role": "assistant", "content": None}
-    filtered = {"choices": [{"message": message, "logprobs": {"content": None}, "finish_reason": "content_filter"}]}
-    answer: Any = filtered if reply is None else (reply["status"], b"content filter", {})
-    votes = reply["votes"] if reply else 0
+FILTERED = {"choices": [{"message": {"content": None}, "logprobs": {"content": None}}]}
+
+
+@pytest.mark.parametrize("votes", [0, 3])
+@pytest.mark.parametrize("answer", [FILTERED, *((status, b"filter", {}) for status in (400, 413, 422))], ids=str)
+def test_a_response_that_is_refused_or_filtered_is_unclear_and_ends_no_run(answer: Any, votes: int) -> None:
     with FakeAPI(lambda body: answer if asked(body, "response") == "bomb" else says("YES", YES=1.0)) as api:
         scorer = Scorer(at(api, {"votes": votes}))
         found = verdicts(scorer(*batch("bomb", "7", "bomb", prompts=2)))
-        assert [(verdict.rule, verdict.value) for verdict in found] == [
-            ("unclear", 0),
-            ("judge", 1),
-            ("unclear", 0),
-        ] * 2
+        assert [verdict.rule for verdict in found] == ["unclear", "judge", "unclear"] * 2
+        assert [verdict.value for verdict in found] == [0, 1, 0] * 2
         assert scorer.take_counts()["failed"] == 0
         assert sum(asked(body, "response") == "bomb" for body in api.bodies) == 2 * max(1, votes)
 
@@ -221,29 +213,29 @@ def test_a_response_that_is_refused_or_filtered_is_unclear_and_ends_no_run(reply
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
 def test_an_endpoint_that_refuses_everything_ends_the_run_at_once(status: int) -> None:
     """Some say 400 of a key that ran out."""
-    with FakeAPI(lambda body: (status, b"no", {})) as api:
-        allowed = {"retries": 9 if status > 400 else 0, "max_failed": 0.9 if status > 400 else 0.0, "concurrency": 1}
-        with pytest.raises(RewardError if status == 400 else ConfigError, match=f"{status}"):
-            Scorer(at(api, calls=allowed))(*batch("7", prompts=4))
+    calls = {"retries": 9, "max_failed": 0.9} if status > 400 else {"retries": 0}
+    failure = RewardError if status == 400 else ConfigError
+    with FakeAPI(lambda body: (status, b"no", {})) as api, pytest.raises(failure, match=f"{status}"):
+        Scorer(at(api, calls={"concurrency": 1, **calls}))(*batch("7", prompts=4))
     assert len(api.bodies) <= 4
 
 
 def test_no_request_is_sent_before_its_turn() -> None:
     """Its deadline begins when it is sent."""
-    lock, now, most = threading.Lock(), 0, 0
+    lock, both, now, most = threading.Lock(), threading.Barrier(2), 0, 0
 
     def count(body: dict[str, Any]) -> Any:
         nonlocal now, most
         with lock:
             now, most = now + 1, max(most, now + 1)
-        answer = by_response(body)
+        both.wait(LIMIT)
         with lock:
             now -= 1
-        return answer
+        return by_response(body)
 
     with FakeAPI(count) as api:
-        Scorer(at(api, calls={"concurrency": 2, "retries": 0}))(*batch(*(f"0.{number}" for number in range(1, 30))))
-    assert most <= 2
+        Scorer(at(api, calls={"concurrency": 2, "retries": 0}))(*batch(*(f"0.{number}" for number in range(10, 40))))
+    assert most == 2
 
 
 def test_a_key_goes_to_its_url_and_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,10 +283,8 @@ def test_both_words_are_tried_before_a_run(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("engine", ["hf", "endpoint"])
 def test_the_snippets_of_the_page(engine: str) -> None:
-    snippets = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", PAGE, re.DOTALL))
-    assert PAGE.count("```") == 2 * len(snippets) == 4
-    config = parse_config({"model": {"tiny": {}}, "data": {"format": "arithmetic"}} | yaml.safe_load(snippets[engine]))
-    assert (config.reward.judge.url is None) == (engine == "hf")
+    raw = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}} | yaml.safe_load(snippets_of("judge")[engine])
+    assert (parse_config(raw).reward.judge.url is None) == (engine == "hf")
 
 
 # Its prompt
@@ -352,9 +342,8 @@ def test_a_model_in_this_process_scores_in_batches(of_here: dict[str, Any], mode
         is_clear = tokenizer.convert_ids_to_tokens(int(logits.argmax())) in "58"
         assert verdict.rule == ("judge" if is_clear else "unclear")
         assert verdict.value == pytest.approx(yes / (yes + no) if is_clear else 0.0, rel=1e-4)
-    assert (
-        {verdict.rule for verdict in found[:120]} == {verdict.rule for verdict in found[120:]} == {"judge", "unclear"}
-    )
+    for part in (found[:120], found[120:]):
+        assert {verdict.rule for verdict in part} == {"judge", "unclear"}
 
 
 @pytest.mark.parametrize("reward", ["soft", "binary"])
@@ -390,27 +379,20 @@ def run_with(judge: dict[str, Any], folder: Path) -> Config:
     return parse_config(raw)
 
 
-class Lost(Notes):
-    """Ends a run in its second step, after its responses were judged."""
-
-    updates = 0
-
-    def phase(self, name: str) -> None:
-        self.updates += name == "forward_backward"
-        if self.updates == 2:
-            raise KeyboardInterrupt
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_run_that_was_lost_on_the_way_is_the_same_run(of_here: dict[str, Any], tmp_path: Path) -> None:
     whole = train(run_with(of_here, tmp_path / "whole"), Notes())
     config = run_with(of_here, tmp_path / "lost")
     with pytest.raises(KeyboardInterrupt):
-        train(config, Lost())
+        train(config, AtPhase("forward_backward", 2, interrupt))  # its responses were judged
     again = train(config, Notes())
     for name in ("metrics.jsonl", "verdicts.jsonl"):
         assert (again / name).read_bytes() == (whole / name).read_bytes(), name
-    rows = [json.loads(line) for line in (whole / "verdicts.jsonl").read_text().split("\n") if line]
-    assert len({(row["problem"], row["reference"], row["response"]) for row in rows}) == len(rows) > 10
+    lines = (whole / "verdicts.jsonl").read_text().splitlines()
+    assert len(set(lines)) == len(lines) > 10
     steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
     assert any(event["batch/rule_judge"] for event in steps)
 

@@ -86,22 +86,15 @@ def is_gone(sessions: Iterable[int]) -> bool:
     return not any(processes_with("NSsid", session) for session in sessions)
 
 
+DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1"
+THREAD = "import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()"
 PROGRAMS = [
     (HONEST, TESTS, True),
     (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
     ("def f(x: return", TESTS, False),
-    (
-        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\ndef f(x): return x + A().x",
-        TESTS,
-        True,
-    ),
+    (f"{DATACLASS}\ndef f(x): return x + A().x", TESTS, True),
     ("import numpy as np\ndef f(x): return int(np.array([x, 1]).sum())", TESTS, True),
-    (
-        "import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()\n"
-        "def f(x): return x + r[0]",
-        TESTS,
-        True,
-    ),
+    (f"{THREAD}\ndef f(x): return x + r[0]", TESTS, True),
     (f"print('x' * 10**6)\n{HONEST}", TESTS, True),
     (HONEST, "assert f(1) == 2\nassert f(5) == 6", True),
     ("import sys", "{x for x in [f(1)]} == {2}", False),
