@@ -66,6 +66,7 @@ command(
     argument("config", metavar="STUDY", help="a YAML file, or the name of a study (dapo recipes lists them)"),
     argument("--jobs", type=int, metavar="N", help="runs at the same time (default: cores ÷ threads)"),
     argument("--dry-run", action="store_true", help="check every variant and print how many runs are done"),
+    argument("--check", type=Path, metavar="FILE", help="compare a study's JSON file with the page beside it"),
 )
 command(
     "launch",

@@ -19,7 +19,7 @@ from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.run.folder import lock_folder
-from dapo_runner.tools.study.page import write_page
+from dapo_runner.tools.study.page import check_page, write_page
 from dapo_runner.tools.study.plan import StudyRun, is_finished, plan_runs, plan_starts
 from dapo_runner.tools.study.results import read_result
 from dapo_runner.tools.study.runs import Failure, carry_out, make_start
@@ -28,6 +28,10 @@ from dapo_runner.tools.study.runs import Failure, carry_out, make_start
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     path = find_recipe(options.config, known=studies())
     study = parse(read_recipe(path), StudyConfig)
+    if options.check is not None:
+        changes = check_page(study, options.check)
+        print("\n".join(changes) or f"{options.check.with_suffix('.md')}: the same page follows from {options.check}")
+        return 1 if changes else 0
     jobs = (os.cpu_count() or 1) // study.threads or 1 if options.jobs is None else options.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
@@ -84,7 +88,7 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
                 )
     finally:
         results = [read_result(planned) for planned in runs if is_finished(planned)]
-        print(f"page: {write_page(study, runs, results, failures)}")
+        print(f"page: {write_page(study, results, failures)}")
     for failure in failures:
         complain(f"{failure.run.variant}, seed {failure.run.seed}: {failure.reason}. Full output: {failure.run.log}")
     return 1 if failures else 0

@@ -130,8 +130,7 @@ class StudyConfig(Section):
 class ConvertConfig(AuxiliaryModel, ProblemsConfig):
     """The model that rewrites problems, and the data set to read: docs/convert-answers.md."""
 
-    requires = {"url": "concurrency"}
-
+    url: str  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
     chat_template_kwargs: dict[str, Plain] = {}  # {enable_thinking: false} turns off a model's thinking
     max_tokens: PositiveInt = 8192  # of a reply
     concurrency: PositiveInt = 16  # requests at a time

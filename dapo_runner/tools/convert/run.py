@@ -7,30 +7,24 @@ import importlib.util
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.config import ConfigError, ConvertConfig, ModelConfig
-from dapo_runner.data.dataset import RECIPE_TEMPLATE, render
+from dapo_runner.config import ConfigError, ConvertConfig
+from dapo_runner.data.dataset import RECIPE_TEMPLATE
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl, to_jsonl
 from dapo_runner.http import HTTPError
-from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
-from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.judge import chat
 from dapo_runner.rewards.reward import PAUSE, map_in_threads
 from dapo_runner.rewards.workers import open_rule
-from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
-from dapo_runner.types import Prompt, SamplingParams
 
 WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
 # Settings that may change when the same command resumes.
 MAY_CHANGE = {"limit", "url", "key_env", "concurrency"}
 RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
-BATCH = 32  # problems that a model in this process decodes in parallel
 
 Request = tuple[str, list[dict[str, str]]]
 """The key of a problem, and the conversation that the model replies to."""
@@ -51,8 +45,6 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
         raise ConfigError("convert-answers: requires math-verify. pip install 'dapo-kernels[math]'")
     if out.suffix != ".jsonl":
         raise ConfigError(f"OUT: expected a .jsonl file, got {out}")
-    if config.url is None:
-        check_model("model", config.model)
     rows = read_problems(source, config.format, columns=config.columns, subset=config.subset, split=config.split)
     problems = {_key_of(problem): problem for problem in islice(rows, config.limit)}
     journal = beside(out, "journal")
@@ -98,11 +90,10 @@ def _settle_all(problems: Mapping[str, Problem], config: ConvertConfig) -> Itera
         for key, problem in problems.items()
         if key not in integers
     ]
-    size = BATCH if config.url is None else config.concurrency
-    answer = _load_model(config) if requests and config.url is None else partial(_ask_endpoint, config)
-    for start in range(0, len(requests), size):
-        batch = requests[start : start + size]
-        yield {key: _settle(problems[key], reply, config) for (key, _), reply in zip(batch, answer(batch), strict=True)}
+    for start in range(0, len(requests), config.concurrency):
+        batch = requests[start : start + config.concurrency]
+        replies = _ask_endpoint(config, batch)
+        yield {key: _settle(problems[key], reply, config) for (key, _), reply in zip(batch, replies, strict=True)}
 
 
 def _settle(problem: Problem, text: str, config: ConvertConfig) -> dict[str, Any]:
@@ -160,23 +151,3 @@ def _ask_endpoint(config: ConvertConfig, batch: Sequence[Request]) -> list[str]:
         return chat(config, request[1], TIMEOUT, **fields)[0]
 
     return map_in_threads(ask, batch, config.concurrency)
-
-
-def _load_model(config: ConvertConfig) -> Callable[[Sequence[Request]], list[str]]:
-    device = resolve_device("auto")
-    settings = ModelConfig(path=config.model, dtype="float32" if device.type == "cpu" else "bfloat16")
-    tokenizer = load_tokenizer(config.model, settings)
-    chat = bool(tokenizer.chat_template)
-    engine = HFEngine(load_model(config.model, settings, device, "sdpa"), tokenizer, BATCH)
-
-    def answer(batch: Sequence[Request]) -> list[str]:
-        prompts = []
-        for key, messages in batch:
-            turns = [(message["role"], message["content"]) for message in messages]
-            text = render(turns, tokenizer, chat, **config.chat_template_kwargs)
-            ids = tokenizer([text], add_special_tokens=not chat)["input_ids"][0]
-            prompts.append(Prompt(key, tuple(ids), text, answer=""))
-        sampling = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
-        return [completion.text for (completion,) in engine.generate(prompts, [sampling] * len(prompts))]
-
-    return answer

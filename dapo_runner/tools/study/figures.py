@@ -49,7 +49,7 @@ def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: 
     canvas.suptitle(figure.title, fontsize=12, fontweight="bold")
     for column, key in zip(canvas.subplots(*size, squeeze=False, sharex="col").T, curves, strict=True):
         title, unit = title_and_unit(key)
-        runs = {name: {result.run.seed: result.series(key, figure.x) for result in found[name]} for name in colors}
+        runs = {name: {result.seed: result.series(key, figure.x) for result in found[name]} for name in colors}
         style(column[0], fill(title, WIDTH), "", unit)
         for name, color in colors.items():
             if (lines := align(list(runs[name].values()))) is not None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import ndiff
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dapo_runner.config import StudyConfig, VariantConfig, flatten
 from dapo_runner.files import atomic_write
-from dapo_runner.run.early_stop import early_stop_metric
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
-from dapo_runner.tools.study.plan import StudyRun, overrides_of
+from dapo_runner.tools.study.plan import overrides_of
 from dapo_runner.tools.study.results import (
-    MEANS,
     TAIL,
     Estimate,
     PairedTest,
@@ -21,6 +21,7 @@ from dapo_runner.tools.study.results import (
     by_variant,
     estimate,
     holm,
+    load_results,
     paired_test,
 )
 from dapo_runner.tools.study.runs import Failure
@@ -43,36 +44,41 @@ Table = Mapping[str, Mapping[int, Values]]
 """The values of all runs, by variant and seed."""
 
 
-def write_page(
-    study: StudyConfig, runs: Sequence[StudyRun], results: Sequence[Result], failures: Sequence[Failure]
-) -> Path:
+def write_page(study: StudyConfig, results: Sequence[Result], failures: Sequence[Failure]) -> Path:
     """Write the page into the study's folder, and the values and curves of every run as JSON beside it, from which
     tables and pictures can be computed again. Return the path of the page.
     """
     found = by_variant(results)
     equal_tokens = min((result.total("tokens") for result in results), default=0.0)
-    table = {name: {one.run.seed: one.values(equal_tokens) for one in group} for name, group in found.items()}
+    table = {name: {one.seed: one.values(equal_tokens) for one in group} for name, group in found.items()}
     pictures = [(figure.title, draw_figure(figure, study, found, study.folder)) for figure in study.figures]
     parts = [
         f"# {study.title}",
         study.about.strip(),
         _markdown(["", *COLUMNS], [_row(study, variant, table) for variant in study.variants]),
         _comparisons(study, table),
-        _legend(study, runs, equal_tokens),
+        _legend(study, results, equal_tokens),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
         *(f"![{title}]({path.name})" for title, path in pictures if path is not None),
         draw_entropy_fit(study, found, study.folder),
         _variants(study),
-        *dict.fromkeys(result.run.made_with for result in results),  # several if the study resumed on another machine
+        *dict.fromkeys(result.made_with for result in results),  # several if the study resumed on another machine
     ]
     atomic_write(study.folder / PAGE, "\n\n".join(part for part in parts if part) + "\n")
-    drawn = sorted({key for figure in study.figures for key in figure.curves} | {MEANS["entropy"]})
-    lines = []
-    for result in results:
-        run = {"variant": result.run.variant, "seed": result.run.seed}
-        lines.append(json.dumps(run | result.values(equal_tokens) | result.as_json(drawn)))
+    drawn = sorted({key for figure in study.figures for key in figure.curves})
+    lines = [json.dumps(result.as_json(equal_tokens, drawn)) for result in results]
     atomic_write(study.folder / VALUES, "[" + ",\n ".join(lines) + "]\n")
     return study.folder / PAGE
+
+
+def check_page(study: StudyConfig, values: Path) -> list[str]:
+    """Return the lines in which the page beside a study's JSON file differs from one that is made from the file."""
+    with TemporaryDirectory() as folder:
+        undrawn = study.model_copy(update={"output_dir": Path(folder), "name": "", "figures": []})
+        again = write_page(undrawn, load_results(values), [])
+        pages = [path.read_text(encoding="utf-8").split("\n") for path in (values.with_suffix(".md"), again)]
+    said, follows = ([line for line in page if not line.startswith(("![", "Failed: "))] for page in pages)
+    return [line for line in ndiff(said, follows) if line[0] in "-+" and line[2:]]
 
 
 def _row(study: StudyConfig, variant: VariantConfig, table: Table) -> list[str]:
@@ -138,8 +144,8 @@ def _percent(value: Estimate, sign: str = "") -> str:
     return f"{100 * value.mean:{sign}.1f}{error}"
 
 
-def _legend(study: StudyConfig, runs: Sequence[StudyRun], equal_tokens: float) -> str:
-    metrics = " or ".join(sorted({f"`{early_stop_metric(run.config).removeprefix('eval/')}`" for run in runs}))
+def _legend(study: StudyConfig, results: Sequence[Result], equal_tokens: float) -> str:
+    metrics = " or ".join(sorted({f"`{result.metric.removeprefix('eval/')}`" for result in results}))
     return (
         f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds "
         f"{', '.join(map(str, study.seeds))}. Half is the evaluation nearest to half of the tokens; at equal tokens is "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -33,14 +35,12 @@ ROUNDING = 1e-12  # bound on the rounding error of a difference of two values in
 class Result:
     """A finished run. ``axes``: the position of each step's end on each axis, such as tokens generated so far."""
 
-    run: StudyRun
+    variant: str
+    seed: int
+    metric: str  # of accuracy, by its name in the log
+    made_with: str  # machine, versions and commit
     points: Points  # of metrics.jsonl
     axes: dict[str, dict[int, float]]
-
-    @property
-    def metric(self) -> str:
-        """The metric of accuracy, by its name in the log."""
-        return early_stop_metric(self.run.config)
 
     @property
     def accuracy(self) -> Series:
@@ -68,13 +68,24 @@ class Result:
         values |= {"steps": self.total("step"), "at_equal_tokens": float(np.interp(equal_tokens, tokens, accuracy))}
         return values | {name: self.total(name) for name in ("updates", "tokens", "seconds")}
 
-    def as_json(self, curves: Iterable[str]) -> dict[str, Any]:
-        """Return axes and curves as JSON, from which pictures can be drawn again."""
-        found = {key: self.series(key, "step") for key in dict.fromkeys((self.metric, *curves))}
+    def as_json(self, equal_tokens: float, curves: Iterable[str]) -> dict[str, Any]:
+        """Return values, axes and curves as JSON, from which table and pictures can be made again."""
+        found = {key: self.series(key, "step") for key in dict.fromkeys((self.metric, *MEANS.values(), *curves))}
         return {
+            **{name: getattr(self, name) for name in ("variant", "seed", "metric", "made_with")},
+            **self.values(equal_tokens),
             "axes": {name: list(places.values()) for name, places in self.axes.items()},
             "curves": {key: series for key, series in found.items() if series[0]},
         }
+
+
+def load_results(path: Path) -> list[Result]:
+    """Return the results in a study's JSON file, with the curves that are in it."""
+    results = []
+    for run in json.loads(path.read_text(encoding="utf-8")):
+        axes = {name: dict(zip(run["axes"]["step"], places, strict=True)) for name, places in run["axes"].items()}
+        results.append(Result(run["variant"], run["seed"], run["metric"], run["made_with"], run["curves"], axes))
+    return results
 
 
 def read_result(run: StudyRun) -> Result:
@@ -90,14 +101,14 @@ def read_result(run: StudyRun) -> Result:
         name: dict(zip(steps, accumulate(by_step.get(step, 0) for step in steps), strict=True))
         for name, by_step in spent.items()
     }
-    return Result(run, points, axes)
+    return Result(run.variant, run.seed, early_stop_metric(run.config), run.made_with, points, axes)
 
 
 def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Group results by variant, ordered by seed."""
     found: dict[str, list[Result]] = {}
-    for result in sorted(results, key=lambda result: result.run.seed):
-        found.setdefault(result.run.variant, []).append(result)
+    for result in sorted(results, key=lambda result: result.seed):
+        found.setdefault(result.variant, []).append(result)
     return found
 
 

@@ -181,25 +181,14 @@ def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: 
         assert (tmp_path / f"lost{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
 
 
-def test_a_model_in_this_process(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = write_rows(
-        tmp_path / "in.jsonl", [{"question": "1/2?", "answer": "#### 1/2"}, {"question": "1?", "answer": "#### 1"}]
-    )
-    here = [f"model={model_folder}", "max_tokens=3"]
-    assert main(["convert-answers", str(data), str(tmp_path / "out.jsonl"), *here]) == 0
-    assert "Answer Format" in capsys.readouterr().out
-    assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "out.jsonl")] == ["1"]
-
-
 @pytest.mark.parametrize(
     ("options", "key"),
     [
         (["model=x", "url=here"], "url"),
-        (["model=x", "concurrency=1"], "concurrency"),
-        (["model=x", "columns={prompt: q}"], "columns.answer"),
-        (["model=/nowhere"], "model"),
-        ([], "model"),
-        (["model=x", "modle=y"], "modle"),
+        (["model=x"], "url"),
+        (["model=x", "url=http://here", "columns={prompt: q}"], "columns.answer"),
+        (["url=http://here"], "model"),
+        (["model=x", "url=http://here", "modle=y"], "modle"),
     ],
 )
 def test_a_mistake_names_its_setting(

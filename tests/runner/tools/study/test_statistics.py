@@ -93,6 +93,6 @@ def test_a_page_has_the_fit_of_every_evaluation_but_the_first(tmp_path: Path) ->
     results = [read_result(run) for run in plain]
     entropy, accuracy = entropy_points(results)
     assert len(entropy) == len(accuracy) == 6
-    page = write_page(study, runs, results, []).read_text()
+    page = write_page(study, results, []).read_text()
     assert "| plain | 0.200 | 0.900 | 0.700 | 1.000 | 6 |" in page
     assert (study.folder / "entropy_fit.png").stat().st_size > 5000

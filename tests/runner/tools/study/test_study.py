@@ -131,7 +131,7 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
             tokens = 200 if (run.variant, run.seed) == ("higher", 5) else 100
             finish(run, [0.2, 0.3, after[run.variant, run.seed]], tokens)
     results = [read_result(run) for run in runs if is_finished(run)]
-    page = write_page(study, runs, results, [Failure(runs[5], "exit code 1: no luck")]).read_text()
+    page = write_page(study, results, [Failure(runs[5], "exit code 1: no luck")]).read_text()
     table, comparisons = [
         {line.split(" | ")[0].lstrip("| "): [cell.strip(" |") for cell in line.split(" | ")[1:]] for line in part}
         for part in (part.splitlines() for part in page.split("\n\n") if part.startswith("|"))
@@ -161,6 +161,18 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
         assert run["curves"]["train/entropy"] == [[1, 2, 3, 4], [0.5] * 4]
         steps, accuracies = run["curves"][results[0].metric]
         assert (steps[0], accuracies[-1]) == (0, run["after"])
+
+
+def test_a_page_is_checked_against_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study, runs = planned(tmp_path)
+    for run in runs:
+        finish(run, [0.2, 0.3, 0.5 if run.seed == 3 else 0.7])
+    page = write_page(study, [read_result(run) for run in runs], [])
+    command = ["study", str(tmp_path / "study.yaml"), "--check", str(page.with_name("study.json"))]
+    assert main(command) == 0
+    page.write_text(page.read_text().replace("60.0 ± 10.0", "61.0 ± 10.0", 1))
+    assert main(command) == 1
+    assert re.findall(r"^[-+] .*?(6[01]\.0) ± 10\.0", capsys.readouterr().out, re.MULTILINE) == ["61.0", "60.0"]
 
 
 def test_runs_of_another_study_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
