@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -162,7 +161,7 @@ def test_what_is_left_over_opens_the_next_steps_until_it_is_too_old(max_age: int
     assert ages == set(range(min(max_age, 4) + 1))
     dropped = sum(step.stats.too_old for step in steps)
     assert (dropped > 0) == (max_age < 4)
-    assert sum(len(step.groups) for step in steps) + len(sampler.buffer.groups) + dropped == sum(map(len, engine.asked))
+    assert sum(len(step.groups) for step in steps) + len(sampler.buffer.groups) + dropped == len(engine.given)
     for number, (before, after) in enumerate(pairwise(steps), start=2):
         carried_in = after.stats.carried_in
         assert carried_in + after.stats.too_old == before.stats.carried_out
@@ -171,16 +170,16 @@ def test_what_is_left_over_opens_the_next_steps_until_it_is_too_old(max_age: int
 
 
 def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
-    class Late(Engine):
-        def __call__(self, prompts: list[Prompt], round_index: int) -> list[Group]:
-            groups = super().__call__(prompts, round_index)
-            return [replace(group, step=sampler.buffer.step - place % 4) for place, group in enumerate(groups)]
+    engine, sampler = Engine(lambda i: "RW"), make_sampler(max_age=2, initial_acceptance=1.0)
 
-    engine, sampler = Late(lambda i: "RW"), make_sampler(max_age=2, initial_acceptance=1.0)
-    steps = [sampler.next(engine) for _ in range(6)]
+    def generate_late(prompts: list[Prompt], round_index: int) -> list[Group]:
+        groups = engine(prompts, round_index)
+        return [replace(group, step=sampler.buffer.step - place % 4) for place, group in enumerate(groups)]
+
+    steps = [sampler.next(generate_late) for _ in range(6)]
     assert {number - group.step for number, step in enumerate(steps, 1) for group in step.groups} == {0, 1, 2}
     accepted = sum(len(step.groups) for step in steps) + len(sampler.buffer.groups)
-    assert accepted + sum(step.stats.too_old for step in steps) == sum(map(len, engine.asked))
+    assert accepted + sum(step.stats.too_old for step in steps) == len(engine.given)
 
 
 def test_a_tree_is_trained_on_over_several_steps() -> None:
@@ -230,25 +229,6 @@ def test_rounds_are_sized_by_the_acceptance_so_far() -> None:
     settings = {"oversample": 1.5, "filter_groups": False}
     more = GroupBuffer(make_config(rollout={"engine": "server"}, sampler=settings))
     assert (more.round_size(8), more.expected(12)) == (12, 8)
-
-
-@pytest.mark.parametrize("share", [1 / 3, 0.2])
-def test_a_step_takes_one_round(share: float) -> None:
-    """Without a margin a step takes two or three, each with a tail as long as its longest response. No more is
-    generated in the end: what is left over opens the next step.
-    """
-    lots, wanted, steps = random.Random(0), 64, 50
-    right, wrong = make_group("RW").samples, make_group("WW").samples
-
-    def generate(prompts: list[Prompt], _: int) -> list[Group]:
-        return [Group(prompt, right if lots.random() < share else wrong) for prompt in prompts]
-
-    sampler = make_sampler(wanted, 1)
-    stats = [sampler.next(generate).stats for _ in range(steps)]
-    assert sum(item.rounds for item in stats) / steps <= 1.1
-    used = sum(item.groups for item in stats) * share
-    assert used / (wanted * steps + stats[-1].carried_out) == pytest.approx(1, abs=0.04)
-    assert sum(item.too_old for item in stats) == 0
 
 
 @given(st.integers(1, 600), st.floats(0.02, 1.0))
