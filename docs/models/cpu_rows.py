@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import dapo_kernels._C as _C
 import torch
 from torch import Tensor
 
-from dapo_kernels import _C, OBJECTIVES
+from dapo_kernels import OBJECTIVES
 from dapo_kernels.backends import registry
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import RowRequest, Tokens
