@@ -25,8 +25,10 @@ class RowRequest(NamedTuple):
     partial: bool = False  # rows are parts of longer ones, and targets are checked there; −1: it is in another part
     # For rows sampled from a truncated distribution, the other tokens of the row are ignored:
     listed: Tensor | None = None  # bool [N]: which rows
-    kept_ids: Tensor | None = None  # int64 [K]: the kept tokens of all rows
+    kept_ids: Tensor | None = None  # int64 [K]: the kept tokens of all rows, list after list
     kept_rows: Tensor | None = None  # int64 [K]: the row of each, ascending on a CPU; −1: it is not among these rows
+    kept_offsets: Tensor | None = None  # int64 [L+1]: list l is kept_ids[kept_offsets[l] : kept_offsets[l + 1]]
+    kept_lists: Tensor | None = None  # int64 [N], on a GPU: the list of each row; None: row n has list n
     softcap: float | None = None  # c: apply c·tanh(logits/c) first; the gradient is that of the logits before it
 
     @property
@@ -36,54 +38,59 @@ class RowRequest(NamedTuple):
     def at(self, rows: Tensor | slice) -> RowRequest:
         temperatures = None if self.temperatures is None else self.temperatures[rows]
         part = self._replace(target_ids=self.target_ids[rows], live=self.live[rows], temperatures=temperatures)
-        if self.listed is None or self.kept_ids is None or self.kept_rows is None:
+        if self.listed is None or self.kept_ids is None or self.kept_rows is None or self.kept_offsets is None:
             return part
         part = part._replace(listed=self.listed[rows])
         if on_host(self.live):  # on a GPU, leaving out those of other rows would wait for the device
-            ids, of = _lists_at(self.kept_ids, self.kept_starts, rows)
-            return part._replace(kept_ids=ids, kept_rows=of)
+            ids, of, offsets = _lists_at(self.kept_ids, self.kept_offsets, rows)
+            return part._replace(kept_ids=ids, kept_rows=of, kept_offsets=offsets)
+        numbers = torch.arange(self.live.shape[0], device=self.live.device)
         to = torch.full_like(self.target_ids, -1)
-        to[rows] = torch.arange(part.live.shape[0], device=to.device)
-        return part._replace(kept_rows=to.index_select(0, self.kept_rows))
-
-    @property
-    def kept_starts(self) -> Tensor:
-        """Return int64 [N+1], on a CPU: where the kept tokens of each row begin, and where the last ones end."""
-        assert self.kept_rows is not None
-        return torch.searchsorted(self.kept_rows, torch.arange(self.live.shape[0] + 1, device=self.live.device))
+        to[rows] = numbers[: part.live.shape[0]]
+        return part._replace(kept_rows=to.index_select(0, self.kept_rows), kept_lists=numbers[rows])
 
     def kept_places(self) -> tuple[Tensor, Tensor]:
-        """Return int64 [K], the row of each kept token, and bool [K], whether it is among these rows. A token of no row
-        here gets some row in turn: it adds nothing there, and on a GPU additions to one address wait for each other.
+        """Return int64 [K], the row of each kept token, and bool [K], whether it is among these rows. If not, its row
+        is 0.
         """
         assert self.kept_rows is not None
-        of, n = self.kept_rows, max(1, self.live.shape[0])
-        if on_host(of):
-            return of, of >= 0
-        return torch.where(of >= 0, of, torch.arange(of.shape[0], device=of.device) % n), of >= 0
+        return self.kept_rows.clamp(min=0), self.kept_rows >= 0
+
+    def over_lists(self, reduce: str, of_tokens: Tensor) -> Tensor:
+        """Return the "max" or "sum" over the list of each row, [N], of [K]; −∞ or 0 of an empty list. Floating point.
+
+        On a GPU a block of threads reads a list, always in the same order and without atomics. The tokens of other
+        rows are read too: theirs are other lists.
+        """
+        found = torch.segment_reduce(of_tokens, reduce, offsets=self.kept_offsets, unsafe=True)  # unsafe: does not wait
+        return found if self.kept_lists is None else found.index_select(0, self.kept_lists)
 
     def without_others(self) -> RowRequest:
         """Return the request for the rows with a list. All other rows are dead."""
         assert self.listed is not None
-        return self._replace(live=self.live & self.listed, listed=None, kept_ids=None, kept_rows=None)
+        return self._for_whole_rows(self.live & self.listed)
 
     def without_lists(self) -> RowRequest:
         """Return the request for the rows without a list. All other rows are dead."""
-        if self.listed is None:
-            return self
-        return self._replace(live=self.live & ~self.listed, listed=None, kept_ids=None, kept_rows=None)
+        return self if self.listed is None else self._for_whole_rows(self.live & ~self.listed)
+
+    def _for_whole_rows(self, live: Tensor) -> RowRequest:
+        part = self._replace(live=live, listed=None, kept_ids=None, kept_rows=None)
+        return part._replace(kept_offsets=None, kept_lists=None)
 
 
-def _lists_at(ids: Tensor, starts: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """Return the kept tokens of ``rows``, which are ascending, and for each token the index of its row in ``rows``."""
-    at = torch.arange(starts.shape[0] - 1, device=starts.device)[rows]
-    counts = starts.diff()[at]
-    of = torch.repeat_interleave(counts)
+def _lists_at(ids: Tensor, offsets: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the kept tokens of ``rows``, which are ascending, for each token the index of its row in ``rows``, and the
+    offsets of the lists.
+    """
+    at = torch.arange(offsets.shape[0] - 1, device=offsets.device)[rows]
+    counts = offsets.diff()[at]
+    of, mine = torch.repeat_interleave(counts), torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     if len(at) == 0 or int(at[-1]) - int(at[0]) + 1 == len(at):  # consecutive rows
-        first, last = (int(starts[at[0]]), int(starts[at[-1] + 1])) if len(at) else (0, 0)
-        return ids[first:last], of
-    shift = starts[at] - (counts.cumsum(0) - counts)
-    return ids.index_select(0, torch.arange(of.shape[0], device=of.device) + shift.index_select(0, of)), of
+        first, last = (int(offsets[at[0]]), int(offsets[at[-1] + 1])) if len(at) else (0, 0)
+        return ids[first:last], of, mine
+    shift = offsets[at] - mine[:-1]
+    return ids.index_select(0, torch.arange(of.shape[0], device=of.device) + shift.index_select(0, of)), of, mine
 
 
 class LoraFactors(NamedTuple):

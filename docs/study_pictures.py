@@ -29,7 +29,7 @@ LADDER = {
     "token": "+ token-level loss",
     "dapo": "+ dynamic sampling (DAPO)",
 }
-BUDGETS = {"after": "equal updates (800)", "at_equal_tokens": "equal generated tokens (1.89 million)"}
+BUDGETS = {"after": "equal updates (800)", "at_equal_tokens": "equal generated tokens (1.92 million)"}
 
 
 def differences(values: Mapping[tuple[str, int], float]) -> dict[str, list[float]]:

@@ -1,8 +1,8 @@
 """The task of the recipe `search`: reach a number by written search. `python -m examples.search FOLDER` makes its data.
 
 A prompt is `3 5>27:12`: start at 12 and reach 27 by adding, subtracting or multiplying by 3 and 5, as often as needed,
-with every value between 1 and 30. A response is a walk, `-3=9*3=27`. `;12` gives a walk up and starts again at 12.
-A response is correct if all its equations are, and the last value is the target.
+with every value between 1 and 30. A response is the walk ` 9 27`, a token for each value. `;` gives a walk up, and the
+next move starts at 12 again. A response is correct if every move is possible, and the last value is the target.
 
 The start model imitates walks of mostly poor players. Long walks, dead ends and restarts are frequent, and the good
 player is rare, so reinforcement learning has strategies to choose from.
@@ -28,13 +28,14 @@ from dapo_runner.types import Completion, Prompt
 
 HIGHEST = 30  # value of a walk
 NUMBERS = range(2, 8)
-DISTANCES = range(2, 7)  # moves of a shortest walk; equally frequent, as long as there are problems left
-WORDS = (*map(str, range(1, HIGHEST + 1)), *(f"{op}{number}=" for op in "+-*" for number in NUMBERS), *" >:;")
-STEP = r"([-+*]\d=|;)(\d+)"
+DISTANCES = range(1, 7)  # moves of a shortest walk; equally frequent, as long as there are problems left
+VALUES = range(HIGHEST, 0, -1)  # from the highest: a tokenizer must not read ` 1` in ` 12`
+WORDS = (*(f" {value}" for value in VALUES), *map(str, VALUES), *">:;")
+RESTART = ";"
 LONGEST = 30  # moves of a walk that the start model imitates
 SHARES = {"best": 0.1, "greedy": 0.15, "random": 0.75}  # of the players
 SLIP = 0.2  # probability that the best or the greedy player makes a random move
-RESTART = 0.05  # probability of a restart before a move
+GIVE_UP = 0.05  # probability of a restart before a move
 PROBLEMS = {"heldout": 200, "train": 500}
 WALKS = 40_000
 MODEL = TinyModelConfig(layers=2, hidden_size=64, heads=4, intermediate_size=128)  # 0.1 million weights
@@ -56,12 +57,10 @@ def read_problem(prompt: str) -> Problem:
 
 
 @cache
-def moves_from(value: int, numbers: tuple[int, ...]) -> dict[str, int]:
-    """Return the possible moves and their results."""
-    found = {}
-    for number in numbers:
-        found |= {f"+{number}=": value + number, f"-{number}=": value - number, f"*{number}=": value * number}
-    return {name: result for name, result in found.items() if 1 <= result <= HIGHEST}
+def moves_from(value: int, numbers: tuple[int, ...]) -> list[int]:
+    """Return the values that one move leads to."""
+    found = {result for number in numbers for result in (value + number, value - number, value * number)}
+    return sorted(result for result in found if 1 <= result <= HIGHEST)
 
 
 @cache
@@ -70,7 +69,7 @@ def distances_from(start: int, numbers: tuple[int, ...]) -> dict[int, int]:
     found, queue = {start: 0}, deque([start])
     while queue:
         value = queue.popleft()
-        for result in moves_from(value, numbers).values():
+        for result in moves_from(value, numbers):
             if result not in found:
                 found[result] = found[value] + 1
                 queue.append(result)
@@ -87,21 +86,18 @@ def make_problem(rng: random.Random) -> Problem:
             return Problem(start, numbers, rng.choice(targets))
 
 
-def read_walk(walk: str) -> list[tuple[str, int]]:
-    """Return the moves and restarts of a walk with their values; empty if the text is anything else."""
-    if re.fullmatch(rf"(?:{STEP})*", walk) is None:
-        return []
-    return [(name, int(value)) for name, value in re.findall(STEP, walk)]
+def read_walk(walk: str) -> list[str]:
+    """Return the values and restarts of a walk; empty if the text is anything else."""
+    return re.findall(r"\d+|;", walk) if re.fullmatch(r"(?: \d+|;)*", walk) else []
 
 
 def is_reached(problem: Problem, walk: str) -> bool:
-    """Return whether all equations of a walk are correct and its last value is the target."""
+    """Return whether all moves of a walk are possible and its last value is the target."""
     value = problem.start
-    for name, result in read_walk(walk):
-        expected = problem.start if name == ";" else moves_from(value, problem.numbers).get(name)
-        if expected != result:
+    for step in read_walk(walk):
+        if step != RESTART and int(step) not in moves_from(value, problem.numbers):
             return False
-        value = result
+        value = problem.start if step == RESTART else int(step)
     return value == problem.target
 
 
@@ -124,16 +120,15 @@ def play(problem: Problem, rng: random.Random) -> str | None:
     for _ in range(LONGEST):
         if value == problem.target:
             return walk
-        if walk and player != "best" and rng.random() < RESTART:
-            value, walk = problem.start, f"{walk};{problem.start}"
+        if walk and player != "best" and rng.random() < GIVE_UP:
+            value, walk = problem.start, walk + RESTART
             continue
         options = moves_from(value, problem.numbers)
         if rng.random() >= SLIP:
-            least = min(remaining(player, problem, result) for result in options.values())
-            options = {name: result for name, result in options.items() if remaining(player, problem, result) == least}
-        name = rng.choice(list(options))
-        value = options[name]
-        walk += f"{name}{value}"
+            least = min(remaining(player, problem, result) for result in options)
+            options = [result for result in options if remaining(player, problem, result) == least]
+        value = rng.choice(options)
+        walk += f" {value}"
     return None
 
 

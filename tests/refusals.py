@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +12,15 @@ from dapo_runner.errors import ConfigError
 
 
 @contextmanager
-def refused(key: str, kind: type[Exception] = ConfigError) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expect an error whose message names the setting ``key``, as ``reward.kind`` and not as ``reward.kinds``."""
-    with pytest.raises(kind, match=rf"(?<![\w.]){re.escape(key)}(?!\.?\w)") as caught:
+def refused(
+    key: str, kind: type[Exception] = ConfigError, parts: Iterable[str] = ()
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error whose message names the setting ``key`` and has the ``parts``."""
+    with pytest.raises(kind, match=naming(key)) as caught:
         yield caught
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def naming(key: str) -> str:
+    """A pattern of texts that name a setting: ``reward.kind``, and not ``reward.kinds``."""
+    return rf"(?<![\w.]){re.escape(key)}(?!\.?\w)"

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from dapo_runner.cli import main
 from dapo_runner.tools.study.results import PairedTest, estimate, holm, paired_test
 from docs import troubleshooting_pictures as pictures
-from docs.study_pictures import BUDGETS, LADDER, ROOT
+from docs.study_pictures import BUDGETS, LADDER, ROOT, VALUES
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 TRICKS = ["whole", "group_mean", "batch_std", "batch_mean", "by_sequence", "clip", "short", "short_filter"]
@@ -27,11 +28,11 @@ def read(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def by_row(name: str, key: str, scale: float = 1.0) -> dict[str, list[float]]:
+def by_row(name: str, key: str) -> dict[str, list[float]]:
     """Return the values of each row of a study, seed by seed."""
     rows: dict[str, list[float]] = {}
     for run in sorted(read(name), key=lambda run: run["seed"]):
-        rows.setdefault(run["variant"], []).append(scale * run[key])
+        rows.setdefault(run["variant"], []).append(run[key])
     return rows
 
 
@@ -45,7 +46,7 @@ def table(heading: str) -> list[list[str]]:
 def spread(points: list[float]) -> str:
     found = estimate(points)
     assert found is not None
-    return f"{found.mean:.1f} ± {found.error:.1f}"
+    return f"{100 * found.mean:.1f} ± {100 * (found.error or 0.0):.1f}"
 
 
 def compare(rows: dict[str, list[float]], row: str, other: str) -> PairedTest:
@@ -55,16 +56,17 @@ def compare(rows: dict[str, list[float]], row: str, other: str) -> PairedTest:
 
 
 def show(test: PairedTest) -> str:
-    """Return the mean of paired differences with its standard error and 95 % interval, as the page shows it."""
+    """Return the mean of paired differences with its standard error and 95 % interval in points, as the page does."""
     (gain, error), (low, high) = test.difference, test.interval or (0.0, 0.0)
+    gain, error, low, high = (100 * value for value in (gain, error or 0.0, low, high))
     return f"{gain:+.1f} ± {error:.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
 
 
 def test_the_ladder_from_grpo_to_dapo() -> None:
     for row, (label, _, *cells) in zip(LADDER, table("## Table 1\n"), strict=True):
         assert LADDER[row] == label
-        assert cells == [spread(by_row("table1-20261122", budget, 100)[row]) for budget in BUDGETS]
-    studies = [by_row("table1-20261122", budget, 100) for budget in BUDGETS]
+        assert cells == [spread(by_row("table1-20261126", budget)[row]) for budget in BUDGETS]
+    studies = [by_row("table1-20261126", budget) for budget in BUDGETS]
     tests = [compare(rows, row, above) for rows in studies for above, row in pairwise(LADDER)]
     corrected = holm([test.p or 0.0 for test in tests])
     lines = table("\n| | equal updates | p | Holm |")
@@ -74,16 +76,32 @@ def test_the_ladder_from_grpo_to_dapo() -> None:
         assert list(map(float, ps)) == pytest.approx([test.p, p], rel=0.05)
 
 
+def test_the_page_of_the_ladder_follows_from_its_curves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "studies/table1", "--check", str(VALUES)]) == 0, capsys.readouterr().out
+
+
+def test_what_the_clip_bounds_met() -> None:
+    """Shares of tokens in percent: of each run the mean over its steps, and the highest of any step."""
+    bounds = {}
+    for bound in ("high", "low"):
+        curves = [run["curves"][f"train/clip_{bound}"][1] for run in read("table1-20261126")]
+        bounds[bound] = (*(f"{100 * pick(map(mean, curves)):.2f}" for pick in (min, max)), 100 * max(map(max, curves)))
+    (least, most, highest), (least_low, most_low, _) = bounds["high"], bounds["low"]
+    text = " ".join(PAGE.split())
+    assert f"{least} to {most} % of the tokens meet the upper bound, and at most {highest:.1f} % in any step" in text
+    assert f"{least_low} to {most_low} % meet the lower bound" in text
+
+
 def test_prompt_means_against_token_means() -> None:
     lines = table("## Eq. 8")
     for place, budget in enumerate(BUDGETS):
-        rows = by_row("prompt-mean-20261124", budget, 100)
+        rows = by_row("prompt-mean-20261124", budget)
         expected = [spread(rows["dapo"]), spread(rows["prompt_mean"]), show(compare(rows, "prompt_mean", "dapo"))]
         assert [line[1 + place] for line in lines] == expected
 
 
 def test_the_parts_one_by_one() -> None:
-    rows = by_row("tricks-20261122", "after", 100)
+    rows = by_row("tricks-20261122", "after")
     lines = table("## DAPO's parts, one by one\n")
     for name, (_, after, gain, p) in zip(TRICKS, lines, strict=True):
         variants = CLIPS if name == "clip" else [name]
@@ -101,7 +119,7 @@ def test_the_small_language_model() -> None:
     keys = [*BUDGETS, "tokens", "seconds", "entropy_first", "entropy_last", "cut_last"]
     found = {key: by_row("smollm2-20261122", key) for key in keys}
     for name, cells in zip(("grpo", "dapo"), table("## A small language model\n"), strict=True):
-        accuracy = [spread([100 * value for value in found[key][name]]) for key in BUDGETS]
+        accuracy = [spread(found[key][name]) for key in BUDGETS]
         tokens, seconds, first, last, cut = (mean(found[key][name]) for key in keys[len(BUDGETS) :])
         figures = [f"{tokens / 1000:.0f} thousand", f"{seconds:.0f}", f"{first:.1f} → {last:.1f}", f"{100 * cut:.0f} %"]
         assert cells[1:] == [*accuracy, *figures]

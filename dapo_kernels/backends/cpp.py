@@ -129,9 +129,9 @@ class KeptRows:
 
     def __init__(self, logits: Tensor, request: RowRequest) -> None:
         assert request.kept_ids is not None
-        assert request.listed is not None
+        assert request.kept_offsets is not None
         logits = unit_stride(logits)
-        self.ids, self.starts = request.kept_ids, request.kept_starts
+        self.ids, self.starts = request.kept_ids, request.kept_offsets
         self.logits = torch.empty(self.ids.shape, dtype=logits.dtype, device="cpu")
         self.rows = lists_of(_C, self.logits, self.starts)
         places = torch.empty_like(request.target_ids)

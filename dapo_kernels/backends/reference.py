@@ -56,12 +56,15 @@ def check_rows(request: RowRequest, vocab: int) -> None:
 
 
 def _check_lists(request: RowRequest, vocab: int, listed: Tensor, ids: Tensor, rows: Tensor) -> None:
+    if not on_host(ids):
+        offsets = request.kept_offsets
+        assert offsets is not None
+        torch._assert_async((offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == len(ids)))
     of, here = request.kept_places()
     here = here & request.live.index_select(0, of)
     outside = here & ((ids < 0) | (ids >= vocab))
     hits = here & (ids == request.target_ids.index_select(0, of))
-    n_hits = torch.zeros_like(request.target_ids).index_add_(0, of, hits.long())
-    missing = request.live & listed & (n_hits == 0)
+    missing = request.live & listed & (request.over_lists("max", hits.float()) < 1)
     if not on_host(ids):
         torch._assert_async(~(outside.any() | missing.any()))
     elif bool(outside.any()):

@@ -1,8 +1,8 @@
 """Rows that were sampled from a part of the vocabulary: statistics and gradient over the kept tokens.
 
 N rows, V vocabulary, K kept tokens of all rows. The other V − k logits of such a row are not read. Its kept logits are
-gathered, [K], and their softmax is computed in float64. For the row kernels the row is dead, so they write zeros, to
-which the gradient of the kept logits is added. With z = x/τ of the kept logits x, p = softmax(z), target y::
+gathered, [K], and their softmax is computed in float64. For the row kernels the row is dead, so they write zeros, over
+which the gradient of the kept logits is written. With z = x/τ of the kept logits x, p = softmax(z), target y::
 
     ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
     H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
@@ -26,8 +26,6 @@ from dapo_kernels.engine.wrapped import Wrapped
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
 from dapo_kernels.records import RowRequest, RowsLoss, RowStats, Slopes, Tokens, accumulate_dtype, on_host
 
-# 1.0 as an integer. The sum of a row of up to half a million terms fits; the error of a term is below 3·10⁻¹⁴.
-_ONE = float(2**44)
 # Kept tokens whose gradient is computed at once on a CPU: about ten tensors of 128 KiB stay in a core's cache.
 _PART = 2**14
 
@@ -93,7 +91,9 @@ def _listed(request: RowRequest) -> Tensor:
 
 
 class TruncatedSupport(NamedTuple):
-    """The kept tokens of all rows, each [K]. ``here``: those of a live row and within these columns."""
+    """The kept tokens of all rows, each [K]. ``here``: those of a live row and within these columns. On a CPU there are
+    no others; on a GPU each other token has the place (row and id) of one that is here.
+    """
 
     rows: Tensor  # int64
     ids: Tensor  # int64
@@ -104,10 +104,13 @@ class TruncatedSupport(NamedTuple):
     def of(cls, logits: Tensor, request: RowRequest) -> TruncatedSupport:
         assert request.kept_ids is not None
         rows, here = request.kept_places()
-        ids = request.kept_ids.remainder(logits.shape[-1])  # not clamped: ids elsewhere would all be the first or last
+        ids = request.kept_ids.clamp(0, logits.shape[-1] - 1)
         here = here & (request.kept_ids == ids) & request.live.index_select(0, rows)
         if on_host(here):  # on a GPU, leaving out the others would wait for the device
             rows, ids, here = _selected(here, rows, ids, here)
+        elif len(here):
+            one = _one_of(here)
+            rows, ids = (torch.where(here, x, x.index_select(0, one)) for x in (rows, ids))
         x = _at(logits, rows, ids).to(accumulate_dtype(logits.dtype))
         if request.softcap is not None:
             x = request.softcap * torch.tanh(x / request.softcap)
@@ -115,28 +118,32 @@ class TruncatedSupport(NamedTuple):
 
     def stats(self, request: RowRequest) -> RowStats:
         """Return the statistics; zeros on rows without a list."""
-        top = self._largest(self.logits, request)
-        z = self._above(top, request)
-        # If the maximum is NaN or +∞, so are the statistics.
-        above = torch.where(top < torch.inf, self._sums(z.exp(), request).log(), torch.nan)
-        target = self._largest(torch.where(self._is_target(request), z, -torch.inf), request)
+        top = self._over_lists("max", self.logits, request)
+        z = self._above(top, request)  # NaN if the maximum is NaN or +∞, and so are the statistics
+        above = self._over_lists("sum", z.exp(), request).log()
+        target = self._over_lists("max", torch.where(self._is_target(request), z, -torch.inf), request)
         dtype, listed, entropy = self.logits.dtype, _listed(request), None
         if request.want_entropy:
             log_p = z - above.index_select(0, self.rows)
             terms = torch.where(z == -torch.inf, 0.0, -log_p.exp() * log_p)
-            entropy = torch.where(above.isnan(), torch.nan, self._sums(terms, request).clamp(min=0.0))
+            entropy = self._over_lists("sum", terms, request).clamp(min=0.0)
             entropy = torch.where(listed, entropy, 0.0).to(dtype)
         norm = torch.where(listed[:, None], torch.stack([top, above.to(dtype)], dim=-1), 0.0)
         return RowStats(torch.where(listed, target - above, 0.0).to(dtype), norm, entropy)
 
     def add_gradient_(self, out: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes) -> None:
-        """Add the gradient to zeros in ``out``."""
+        """Write the gradient over the zeros in ``out``. No place is written twice, unless with the same value."""
         size = _PART if on_host(out) else max(1, len(self.rows))
         for part in zip(*(x.split(size) for x in self), strict=True):
             kept = TruncatedSupport(*part)
+            places = _places(kept.rows, kept.ids, out)
             gradient = kept._gradient(request, stats, slopes).to(out.dtype)
-            # A token that is not here has the place of another one, and adds zero.
-            out.index_put_(_places(kept.rows, kept.ids, out), gradient, accumulate=not on_host(out))
+            if not on_host(out) and len(gradient):
+                one = _one_of(kept.here)
+                there = out[tuple(x.index_select(0, one) for x in places)]  # stays if no token is here
+                there = torch.where(kept.here.index_select(0, one), gradient.index_select(0, one), there)
+                gradient = torch.where(kept.here, gradient, there)
+            out.index_put_(places, gradient)
 
     def _gradient(self, request: RowRequest, stats: RowStats, slopes: Slopes) -> Tensor:
         """Return ∂loss/∂x of the logits before the softcap, float64, from ∂loss/∂ℓ and ∂loss/∂H, each [N]."""
@@ -173,15 +180,16 @@ class TruncatedSupport(NamedTuple):
     def _is_target(self, request: RowRequest) -> Tensor:
         return self.here & (self.ids == request.target_ids.index_select(0, self.rows))
 
-    def _largest(self, of_tokens: Tensor, request: RowRequest) -> Tensor:
-        """Return the maximum per row, [N]; −∞ without tokens."""
-        lowest = of_tokens.new_full(request.live.shape, -torch.inf)
-        return lowest.scatter_reduce_(0, self.rows, of_tokens, "amax")
+    def _over_lists(self, reduce: str, of_tokens: Tensor, request: RowRequest) -> Tensor:
+        if on_host(of_tokens):  # some may have been left out
+            numbers = torch.arange(request.live.shape[0] + 1, device=self.rows.device)
+            request = request._replace(kept_offsets=torch.searchsorted(self.rows, numbers))
+        return request.over_lists(reduce, of_tokens)
 
-    def _sums(self, of_tokens: Tensor, request: RowRequest) -> Tensor:
-        """Return sums per row, [N], of numbers in [0, 1]. Integers, since a GPU adds in a different order each time."""
-        fixed = (of_tokens * _ONE).round_().to(torch.int64)
-        return torch.zeros_like(request.target_ids).index_add_(0, self.rows, fixed).double() / _ONE
+
+def _one_of(here: Tensor) -> Tensor:
+    """Return int64 [1], the index of a token that is here; of any if none is."""
+    return here.to(torch.int8).argmax(0, keepdim=True)
 
 
 def _selected(keep: Tensor, *of: Tensor) -> tuple[Tensor, ...]:

@@ -232,10 +232,11 @@ def checksum(live: Tensor, values: Iterable[Tensor | None]) -> Tensor:
 
 def list_checksums(request: RowRequest) -> Tensor | None:
     """Return int64 [N], wrapping: a checksum of the tokens that each row keeps."""
-    if request.kept_ids is None or request.kept_rows is None:
+    if request.kept_ids is None or request.kept_offsets is None:
         return None
     mixed = (request.kept_ids + 1) * 2654435761
-    return torch.zeros_like(request.target_ids).index_add_(0, request.kept_rows, (mixed ^ (mixed >> 17)) * 1000003)
+    before = torch.nn.functional.pad(((mixed ^ (mixed >> 17)) * 1000003).cumsum(0), (1, 0))
+    return before.index_select(0, request.kept_offsets).diff()
 
 
 def _bits(x: Tensor) -> Tensor:

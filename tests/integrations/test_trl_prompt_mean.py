@@ -13,7 +13,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install -c constrai
 import torch
 from ranks import on_ranks
 from torch import Tensor
-from trl_runs import ON_POLICY, Rollouts, load, save_tiny_model, train
+from trl_runs import ON_POLICY, Kept, Rollouts, load, save_tiny_model, train
 
 from dapo_kernels.integrations import trl as ours
 from dapo_kernels.integrations.trl import DapoGRPOTrainer
@@ -22,20 +22,11 @@ PROMPT_MEAN = {"aggregate": "prompt-mean-token-mean"}
 LEARNING_RATE = 20.0
 
 
-class Kept(DapoGRPOTrainer):
-    """Keeps the generation batches, and the arguments of the loss of every micro-batch."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.batches: list[dict[str, Any]] = []
-        self.calls: list[Any] = []
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self.batches.append(super()._generate_and_score_completions(inputs))
-        return self.batches[-1]
+class KeptCalls(Kept):
+    """Keeps the arguments of the loss of every micro-batch too."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self.calls.append(ours.loss_call(self, self._objective, inputs))
+        self.calls = [*getattr(self, "calls", []), ours.loss_call(self, self._objective, inputs)]
         return super()._compute_loss(model, inputs)
 
 
@@ -113,7 +104,7 @@ def test_windows_of_a_generation_batch(tmp_path: Path, model: Path) -> None:
     """Two updates from one generation: the weights of all tokens add up to one per update, in the mean."""
     options = ON_POLICY | {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 2}
     settings = {"learning_rate": 0.0, "loss_type": "dapo", "trainer_options": PROMPT_MEAN}
-    trainer = train(Kept, model, tmp_path, Rollouts(masked=True), **options, **settings).trainer
+    trainer = train(KeptCalls, model, tmp_path, Rollouts(masked=True), **options, **settings).trainer
     assert (len(trainer.batches), len(trainer.calls)) == (1, 4)
     total = sum(float((x.mask / x.group_tokens[:, None]).sum() / x.denominator) for x in trainer.calls)
     assert total == pytest.approx(2, rel=1e-6)

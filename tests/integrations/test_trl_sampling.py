@@ -19,14 +19,14 @@ from datasets import Dataset, IterableDataset
 from ranks import on_ranks
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
-from trl_runs import OFF_POLICY, WIDTH, Run, load, save_tiny_model, train
+from trl_runs import OFF_POLICY, WIDTH, Kept, Run, load, save_tiny_model, train
 
-from dapo_kernels.integrations.trl import DapoGRPOTrainer
 from dapo_kernels.integrations.trl_sampling import STATE_FILE, PromptOrder
 
 KINDS = ("easy", "mixed", "hard", "mixed", "mixed")
 ONE_UPDATE = {"num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}  # 4 groups
 SAMPLING = {"dynamic_sampling": True}
+NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
 
 Completion = tuple[int, ...]
 Earned = tuple[str, Completion, float | None]
@@ -80,23 +80,6 @@ class Ledger:
 
     def groups(self, size: int = 4) -> list[list[Earned]]:
         return [group for rows in self.rounds for group in by_group(rows, size)]
-
-
-class Kept(DapoGRPOTrainer):
-    """Keeps the generation batches."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.batches: list[dict[str, Any]] = []
-        self.rewards: list[Tensor] = []
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self.batches.append(super()._generate_and_score_completions(inputs))
-        return self.batches[-1]
-
-    def _calculate_rewards(self, *args: Any) -> Tensor:
-        self.rewards.append(super()._calculate_rewards(*args))
-        return self.rewards[-1]
 
 
 def run(
@@ -181,13 +164,10 @@ def test_every_group_that_trains_varies(tmp_path: Path, model: Path) -> None:
         assert (batch["prompt_mask"][:, -1] == 1).all()
         assert batch["prompt_mask"].any(0).all()
     logged = [entry for entry in done.log if "dynamic_sampling/rounds" in entry]
-    total = {
-        name: sum(entry[f"dynamic_sampling/{name}"] for entry in logged)
-        for name in ("rounds", "groups_used", "groups_generated")
-    }
-    generated = len(ledger.groups())
-    assert total == {"rounds": len(ledger.rounds), "groups_used": 20, "groups_generated": generated}
-    assert generated == sampler.order.drawn
+    names = ("rounds", "groups_used", "groups_generated")
+    total = [sum(entry[f"dynamic_sampling/{name}"] for entry in logged) for name in names]
+    assert total == [len(ledger.rounds), 20, sampler.order.drawn]
+    assert sampler.order.drawn == len(ledger.groups())
     assert logged[-1]["dynamic_sampling/groups_carried_over"] == len(sampler.surplus)
     accepted = sum(e["dynamic_sampling/accepted_share"] * e["dynamic_sampling/groups_generated"] for e in logged)
     assert accepted == pytest.approx(20 + len(sampler.surplus))
@@ -227,17 +207,19 @@ def test_surplus_groups_keep_the_policy_that_sampled_them(tmp_path: Path, model:
     assert max(moved) > 1e-3
 
 
-def on_a_rank(rank: int, folder: Path, size: int, step: int = 0) -> None:
-    """Six updates; with ``step`` those after its checkpoint."""
+SIX_UPDATES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+
+
+def outcome(model: Path, folder: Path, step: int = 0, **options: Any) -> dict[str, Any]:
+    """Return what six updates did; with ``step`` those after its checkpoint."""
     ledger = Ledger()
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
-    options |= {"num_generations": size, "per_device_train_batch_size": 3}
-    resume = str(folder / "run" / f"checkpoint-{step}") if step else None
-    done = run(folder / "model", folder / "run", ledger, **options, resume=resume)
+    resume = str(folder / f"checkpoint-{step}") if step else None
+    done = run(model, folder, ledger, **SIX_UPDATES | options, resume=resume)
     found = {"rounds": ledger.rounds, "batches": [completions_of(batch) for batch in done.trainer.batches]}
     found |= {"counted": [int(batch["num_items_in_batch"]) for batch in done.trainer.batches]}
-    found |= {"surplus": surplus_of(done.trainer), "share": done.trainer._sampler.share, "weights": done.weights}
-    torch.save(found, folder / f"rank {rank} from {step}.pt")
+    sampler = done.trainer._sampler
+    state = {"surplus": surplus_of(done.trainer), "share": sampler.share, "drawn": sampler.order.drawn}
+    return found | state | {"weights": done.weights}
 
 
 def carried_over(folder: Path) -> int:
@@ -246,29 +228,55 @@ def carried_over(folder: Path) -> int:
     return next(step for step, path in states.items() if torch.load(path, weights_only=True)["surplus"])
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("size", [4, 3])
-def test_two_ranks(tmp_path: Path, size: int) -> None:
-    """Groups lie across ranks: of 6 completions of a rank, 4 and 2 of a prompt; rounds of 3 only come in pairs. Two new
-    processes resume from a checkpoint that carries groups over.
-    """
-    save_tiny_model(tmp_path / "model")
-    on_ranks(2, on_a_rank, tmp_path, size)
-    whole, other = (torch.load(tmp_path / f"rank {rank} from 0.pt") for rank in range(2))
-    rounds, batches = ([a + b for a, b in zip(whole[name], other[name], strict=True)] for name in ("rounds", "batches"))
-    groups = [group for rows in rounds for group in by_group(rows, size)]
-    assert_ledger(groups, batches, whole["surplus"], size)
-    assert len(rounds) > len(batches) == 6
-    assert (whole["surplus"], whole["share"]) == (other["surplus"], other["share"])
-    assert whole["counted"] == other["counted"] == [sum(map(len, batch)) for batch in batches]
-    assert all(torch.equal(whole["weights"][name], weight) for name, weight in other["weights"].items())
-    step = carried_over(tmp_path / "run")
-    on_ranks(2, on_a_rank, tmp_path, size, step)
-    rest = torch.load(tmp_path / f"rank 0 from {step}.pt")
+def assert_resumed(rest: dict[str, Any], whole: dict[str, Any], step: int) -> None:
     assert rest["batches"] == whole["batches"][step:]
     assert rest["rounds"] == whole["rounds"][-len(rest["rounds"]) :]
-    assert (rest["surplus"], rest["share"]) == (whole["surplus"], whole["share"])
+    assert all(rest[name] == whole[name] for name in ("surplus", "share", "drawn"))
     torch.testing.assert_close(rest["weights"], whole["weights"], rtol=1e-6, atol=1e-6)
+
+
+def on_a_rank(rank: int, folder: Path, steps: dict[int, int]) -> None:
+    """Runs with groups of each size, from a step on."""
+    for size, step in steps.items():
+        options = {"num_generations": size, "per_device_train_batch_size": 3}
+        torch.save(outcome(folder / "model", folder / f"{size}", step, **options), folder / f"{rank} {size} {step}.pt")
+
+
+@pytest.mark.ranks
+def test_two_ranks(tmp_path: Path) -> None:
+    """Groups lie across ranks; rounds of 3 only come in pairs. Two new processes resume with surplus groups."""
+    save_tiny_model(tmp_path / "model")
+    steps, wholes = {4: 0, 3: 0}, {}
+    on_ranks(2, on_a_rank, tmp_path, steps)
+    for size in steps:
+        whole, other = (torch.load(tmp_path / f"{rank} {size} 0.pt") for rank in range(2))
+        rounds = [a + b for a, b in zip(whole["rounds"], other["rounds"], strict=True)]
+        batches = [a + b for a, b in zip(whole["batches"], other["batches"], strict=True)]
+        groups = [group for rows in rounds for group in by_group(rows, size)]
+        assert_ledger(groups, batches, whole["surplus"], size)
+        assert len(rounds) > len(batches) == 6
+        assert (whole["surplus"], whole["share"]) == (other["surplus"], other["share"])
+        assert whole["counted"] == other["counted"] == [sum(map(len, batch)) for batch in batches]
+        assert all(torch.equal(whole["weights"][name], weight) for name, weight in other["weights"].items())
+        wholes[size], steps[size] = whole, carried_over(tmp_path / f"{size}")
+    on_ranks(2, on_a_rank, tmp_path, steps)
+    for size, step in steps.items():
+        assert_resumed(torch.load(tmp_path / f"0 {size} {step}.pt"), wholes[size], step)
+
+
+def test_resume(tmp_path: Path, model: Path) -> None:
+    """Prompt order, surplus and rate of acceptance are in the checkpoint: the run goes on as if it had not stopped."""
+    whole, step = outcome(model, tmp_path), carried_over(tmp_path)
+    surplus = torch.load(tmp_path / f"checkpoint-{step}" / STATE_FILE, weights_only=True)["surplus"]
+    assert all(bool(row["prompt_mask"].all()) for group in surplus for row in group["rows"])  # without padding
+    assert_resumed(outcome(model, tmp_path, step), whole, step)
+    other = SAMPLING | {"train_dataset": prompts(("mixed",), n=7)}
+    with pytest.raises(ValueError, match="train_dataset"):
+        run(model, tmp_path, Ledger(), **SIX_UPDATES, resume=True, trainer_options=other)
+    for path in tmp_path.glob(f"*/{STATE_FILE}"):
+        path.unlink()
+    fresh = run(model, tmp_path, Ledger(), **SIX_UPDATES | {"max_steps": 7}, resume=True)
+    assert fresh.trainer._sampler.order.drawn < whole["drawn"]  # from the first prompt
 
 
 @pytest.mark.parametrize("options", [{}, OFF_POLICY])
@@ -285,30 +293,6 @@ def test_the_same_bits_where_every_group_varies(tmp_path: Path, model: Path, opt
         assert torch.equal(weight, found[1].weights[name])
         moved = max(moved, float((weight - found[0].start[name]).abs().max()))
     assert moved > 1e-3
-
-
-def test_resume(tmp_path: Path, model: Path) -> None:
-    """Prompt order, surplus and rate of acceptance are in the checkpoint: the run goes on as if it had not stopped."""
-    whole, rest = Ledger(), Ledger()
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
-    full = run(model, tmp_path / "run", whole, **options)
-    step = carried_over(tmp_path / "run")
-    checkpoint = tmp_path / "run" / f"checkpoint-{step}"
-    surplus = torch.load(checkpoint / STATE_FILE, weights_only=True)["surplus"]
-    assert all(bool(row["prompt_mask"].all()) for group in surplus for row in group["rows"])  # without padding
-    resumed = run(model, tmp_path / "run", rest, **options, resume=str(checkpoint))
-    assert whole.rounds[-len(rest.rounds) :] == rest.rounds
-    assert len(resumed.trainer.batches) == 6 - step
-    assert surplus_of(resumed.trainer) == surplus_of(full.trainer)
-    assert resumed.trainer._sampler.share == full.trainer._sampler.share
-    torch.testing.assert_close(resumed.weights, full.weights, rtol=1e-6, atol=1e-6)
-    other = SAMPLING | {"train_dataset": Dataset.from_dict({"prompt": ["1+2="] * 7, "kind": ["mixed"] * 7})}
-    with pytest.raises(ValueError, match="train_dataset"):
-        run(model, tmp_path / "run", Ledger(), **options, resume=True, trainer_options=other)
-    for path in (tmp_path / "run").glob(f"*/{STATE_FILE}"):
-        path.unlink()
-    fresh = run(model, tmp_path / "run", Ledger(), **options | {"max_steps": 7}, resume=True)
-    assert fresh.trainer._sampler.order.drawn < full.trainer._sampler.order.drawn  # from the first prompt
 
 
 @pytest.mark.parametrize(
@@ -348,9 +332,7 @@ def test_a_partial_batch(tmp_path: Path, model: Path) -> None:
 
 
 def eq_13(length: int, longest: int, cache: int) -> float:
-    if length <= longest - cache:
-        return 0.0
-    return ((longest - cache) - length) / cache if length <= longest else -1.0
+    return min(0.0, (longest - cache - length) / cache) if length <= longest else -1.0
 
 
 @pytest.mark.parametrize(("longest", "cache"), [(None, 6), (9, 4)])
@@ -423,15 +405,11 @@ def test_evaluation_is_not_resampled(tmp_path: Path, model: Path) -> None:
         ({"max_sampling_rounds": 0}, {}, "max_sampling_rounds"),
         ({"on_sampling_exhausted": "stop"}, {}, "on_sampling_exhausted"),
         ({}, {"scale_rewards": "batch"}, "scale_rewards"),
-        ({}, {"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
+        ({}, NORMALIZED, "multi_objective_aggregation"),
         ({"overlong_max_length": 5}, {}, "overlong_max_length"),
         ({"overlong_cache_length": 0}, {}, "overlong_cache_length"),
         ({"overlong_cache_length": 6, "overlong_max_length": 5}, {}, "overlong_cache_length"),
-        (
-            {"overlong_cache_length": 5, "dynamic_sampling": False},
-            {"multi_objective_aggregation": "normalize_then_sum"},
-            "overlong_cache_length",
-        ),
+        ({"overlong_cache_length": 5, "dynamic_sampling": False}, NORMALIZED, "overlong_cache_length"),
         ({"train_dataset": IterableDataset.from_generator(lambda: iter([{"prompt": "1+2="}]))}, {}, "train_dataset"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
+from dapo_kernels.integrations.trl import DapoGRPOTrainer
 from dapo_runner.config import TinyModelConfig
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
@@ -76,6 +77,23 @@ class Rollouts:
     def _completion(self, tokenizer: Any) -> list[int]:
         ids = [self.random.randrange(3, len(tokenizer)) for _ in range(self.random.randint(1, WIDTH))]
         return ids if len(ids) == WIDTH and self.random.random() < 0.5 else [*ids[:-1], tokenizer.eos_token_id]
+
+
+class Kept(DapoGRPOTrainer):
+    """Keeps the generation batches and the rewards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches: list[dict[str, Any]] = []
+        self.rewards: list[Tensor] = []
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self.batches.append(super()._generate_and_score_completions(inputs))
+        return self.batches[-1]
+
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        self.rewards.append(super()._calculate_rewards(*args))
+        return self.rewards[-1]
 
 
 class Run(NamedTuple):

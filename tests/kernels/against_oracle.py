@@ -70,16 +70,15 @@ class Problem:
         self.arguments: dict[str, Any] = {"denominator": denominator, "grad_output": grad_output, **how}
         given = {"selected": selected, "groups": groups, **self.arguments}
         self.truth, self.eager = solve(case, o, **given), solve(case, o, dtype=dtype, **given)
-        if o.needs_reference:
-            self.arguments["ref_logprobs"] = case.ref_logprobs
         if o.clip_cov is not None:
             self.arguments["selection"] = selection_mask(case, selected)
         if o.aggregate == PROMPT_MEAN:
-            assert groups is not None
             self.arguments["group_ids"] = torch.tensor(groups)
 
     def call(self, entry: str, objective: Any, case: Case, layout: str, **keywords: Any) -> tuple[Any, Any]:
         with_entropy = entry == "policy" and bool(self.o.entropy_coef or self.o.top_entropy)
+        if self.o.needs_reference:
+            keywords["ref_logprobs"] = case.ref_logprobs
         return call(entry, case, objective, layout=layout, with_entropy=with_entropy, **self.arguments, **keywords)
 
 
@@ -87,13 +86,6 @@ def check_metrics(out: Any, truth: Solution) -> None:
     for key, value in truth.metrics.items():
         if key != "entropy" or out.entropy is not None:
             assert float(out.metrics[key]) == pytest.approx(value, rel=3e-5, abs=1e-4), key
-
-
-def check(entry: str, case: Case, name: str, *, layout: str = "packed", wide: bool = True, **changes: Any) -> None:
-    """One call against the oracle: loss, every gradient, every metric."""
-    how = {key: changes.pop(key) for key in ("weighted", "on_policy", "denominator", "groups") if key in changes}
-    o, keywords = options(name, wide, **changes)
-    check_call(entry, Problem(as_logprobs(case) if entry == "policy" else case, o, **how), case, name, layout, keywords)
 
 
 def check_call(

@@ -240,7 +240,6 @@ def solve(
     if loss.requires_grad:
         (loss * grad_output).backward()
     grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-    assert x.entropy is not None
     slopes = torch.zeros(len(x.live), dtype=torch.float64)
     for values in (x.logprobs, x.entropy):
         if loss.requires_grad and values.grad is not None:
@@ -270,7 +269,6 @@ def page_code(marker: str) -> str:
     """The code of docs/objectives.md that stands behind a marker."""
     page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
     code = re.search(rf"<!-- {marker} -->\n```python\n(.+?)```", page, re.DOTALL)
-    assert code is not None
     return code[1]
 
 
@@ -298,7 +296,6 @@ def call_logits(
     old, advantages = kwargs.pop("old", case.old_logprobs), kwargs.pop("advantages", case.advantages)
     out = fn(logits, case.target_ids, old, advantages, objective=objective, **kwargs)
     (out.loss * grad_output).backward()
-    assert logits.grad is not None
     return out, logits.grad
 
 

@@ -16,12 +16,10 @@ from dapo_kernels.backends import registry
 
 def load(name: str, path: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-sys.modules["dapo_kernels._cuda"] = dapo_kernels._cuda = load("dapo_kernels._cuda", os.environ["CUDA_EMULATION"])  # type: ignore[attr-defined]
+sys.modules["dapo_kernels._cuda"] = dapo_kernels._cuda = load("dapo_kernels._cuda", os.environ["CUDA_EMULATION"])
 registry.BACKENDS["cuda"] = registry.Entry("dapo_kernels.backends.cuda", lambda: None, ("cpu",))

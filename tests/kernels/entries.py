@@ -6,31 +6,52 @@ The padded form of a case holds NaN (and target -100) wherever its mask is off b
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
-from cases import Case, logits_of, pad, unpad
+from cases import HEAD, LORA_SCALE, Case, logits_of, pad, unpad
 from torch import Tensor
 
-from dapo_kernels import Objective, dapo_loss, linear_dapo_loss, policy_loss
+from dapo_kernels import LoraFactors, Objective, dapo_loss, linear_dapo_loss, policy_loss
 
 LOGITS_ENTRIES = ("logits", "inplace", "policy")
+PER_TOKEN = ("logprobs", "entropy")
 FILLS = {"mask": 0, "target_ids": -100, "selection": 1}
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same values, every second element in memory; NaN (or 1) between."""
+    wide = torch.full((*x.shape, 2), math.nan if x.is_floating_point() else 1).to(x.dtype)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+STRIDES = {"dense": lambda x: x, "spread": spread, "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x}
 
 
 class Laid:
     """Flat tensors ``[T, ...]`` in the layout of a call, and back."""
 
-    def __init__(self, case: Case, layout: str) -> None:
+    def __init__(self, case: Case, layout: str, strides: str = "dense") -> None:
         self.lengths, self.padded, self.width = case.lengths, layout == "padded", max(case.lengths) + 2
+        self.stride = STRIDES[strides]
 
     def out(self, flat: Tensor, name: str = "") -> Tensor:
-        if not self.padded:
-            return flat
-        return pad(flat, self.lengths, self.width, FILLS.get(name, math.nan))
+        if name not in HEAD and self.padded:
+            flat = pad(flat, self.lengths, self.width, FILLS.get(name, math.nan))
+        return self.stride(flat)
 
-    def back(self, tensor: Tensor) -> Tensor:
-        return unpad(tensor, self.lengths) if self.padded else tensor
+    def back(self, tensor: Tensor, name: str = "") -> Tensor:
+        return unpad(tensor, self.lengths) if self.padded and name not in HEAD else tensor
+
+    def leaves(self, case: Case) -> dict[str, Tensor]:
+        """Copies of the case's leaves that require a gradient."""
+        return {name: self.out(x.detach().clone(), name).requires_grad_() for name, x in case.leaves.items()}
+
+
+def lora_of(leaves: dict[str, Tensor]) -> LoraFactors | None:
+    return LoraFactors(leaves["lora_a"], leaves["lora_b"], LORA_SCALE) if "lora_a" in leaves else None
 
 
 def token_values(case: Case) -> tuple[Tensor, Tensor]:
@@ -38,8 +59,27 @@ def token_values(case: Case) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         logits = logits_of({name: leaf.double() for name, leaf in case.leaves.items()}, case.softcap)
         logp = torch.log_softmax(logits / torch.as_tensor(case.temperature, dtype=torch.float64).reshape(-1, 1), -1)
-        picked = logp.gather(1, case.target_ids[:, None])[:, 0]
+        picked = logp.gather(1, case.target_ids[:, None].clamp(min=0))[:, 0]
         return picked.float(), -(logp.exp() * logp).sum(-1).float()
+
+
+def poisoned(case: Case, *values: float) -> Case:
+    """The case with the values, in turn, in every input wherever the mask is off."""
+    dead, filling = ~case.mask, torch.tensor(values).repeat(len(case.mask))[: len(case.mask)]
+
+    def fill(x: Tensor) -> Tensor:
+        return torch.where(dead.view(-1, *[1] * (x.dim() - 1)), filling.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), x)
+
+    names = ("old_logprobs", "advantages", "ref_logprobs", "importance_weights")
+    leaves = {name: x if name in HEAD else fill(x) for name, x in case.leaves.items()}
+    tau = case.temperature
+    return replace(
+        case,
+        **{name: fill(getattr(case, name)) for name in names},
+        target_ids=case.target_ids.masked_fill(dead, -100),
+        temperature=fill(tau) if isinstance(tau, Tensor) and tau.dim() else tau,
+        leaves=leaves,
+    )
 
 
 def call(
@@ -48,6 +88,7 @@ def call(
     objective: str | Objective,
     *,
     layout: str = "packed",
+    strides: str = "dense",
     grad_output: float = 1.0,
     on_policy: bool = False,
     weighted: bool = False,
@@ -58,9 +99,9 @@ def call(
     """``(out, gradients by leaf)``; per-token results and gradients come back packed.
 
     ``selection`` and ``ref_logprobs`` are passed as flat tensors (a selection also as a threshold). The leaves of
-    "policy" are ``logprobs`` and, with ``with_entropy``, ``entropy``.
+    "policy" are ``logprobs`` and, with ``with_entropy``, ``entropy``: the case's own, or those of its logits.
     """
-    laid = Laid(case, layout)
+    laid = Laid(case, layout, strides)
     per_token: dict[str, Any] = {
         "mask": case.mask,
         **({"importance_weights": case.importance_weights} if weighted else {}),
@@ -77,10 +118,10 @@ def call(
     leaves, out = _call_entry(entry, case, laid, old, a, shared, with_entropy)
     if out.loss.requires_grad:
         (out.loss * grad_output).backward()
-    grads = {}
-    for name, leaf in leaves.items():
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        grads[name] = grad if name in ("weight", "bias") else laid.back(grad)
+    grads = {
+        name: laid.back(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, name)
+        for name, leaf in leaves.items()
+    }
     entropy = None if out.entropy is None else laid.back(out.entropy)
     return out._replace(logprobs=laid.back(out.logprobs), entropy=entropy), grads
 
@@ -89,18 +130,15 @@ def _call_entry(
     entry: str, case: Case, laid: Laid, old: Tensor | None, a: Tensor, shared: dict[str, Any], with_entropy: bool
 ) -> tuple[dict[str, Tensor], Any]:
     if entry == "policy":
-        logprobs, entropy = (laid.out(x).requires_grad_() for x in token_values(case))
-        leaves = {"logprobs": logprobs, **({"entropy": entropy} if with_entropy else {})}
-        return leaves, policy_loss(logprobs, old, a, entropy=leaves.get("entropy"), **shared)
+        values = case.leaves if "logprobs" in case.leaves else dict(zip(PER_TOKEN, token_values(case), strict=True))
+        leaves = laid.leaves(replace(case, leaves=values))
+        leaves = leaves if with_entropy else {"logprobs": leaves["logprobs"]}
+        return leaves, policy_loss(leaves["logprobs"], old, a, entropy=leaves.get("entropy"), **shared)
     tau = case.temperature
     shared["temperature"] = laid.out(tau) if isinstance(tau, Tensor) and tau.dim() else tau
-    ids = laid.out(case.target_ids, "target_ids")
-    leaves = {k: v if k in ("weight", "bias") else laid.out(v.detach()) for k, v in case.leaves.items()}
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in leaves.items()}
+    ids, leaves = laid.out(case.target_ids, "target_ids"), laid.leaves(case)
     if entry == "linear":
-        head = {"bias": leaves.get("bias"), "softcap": case.softcap}
+        head = {"bias": leaves.get("bias"), "softcap": case.softcap, "lora": lora_of(leaves)}
         return leaves, linear_dapo_loss(leaves["hidden"], leaves["weight"], ids, old, a, **head, **shared)
-    assert entry in ("logits", "inplace")
-    logits = leaves["logits"]
     # The in-place form consumes its argument, which may not be a leaf that autograd accumulates into twice.
-    return leaves, dapo_loss(logits, ids, old, a, inplace_backward=entry == "inplace", **shared)
+    return leaves, dapo_loss(leaves["logits"], ids, old, a, inplace_backward=entry == "inplace", **shared)

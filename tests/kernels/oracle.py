@@ -78,9 +78,6 @@ class Options:
         return self.kl_coef != 0 and self.kl_to == "reference"
 
 
-ROWS = {"dapo": Options(clip_high=0.28)}
-
-
 @dataclass
 class TokenInputs:
     """Per-token inputs, ``[T]`` each; ``None`` where the call leaves them out. ``groups`` [S]: prompts of sequences."""
@@ -141,14 +138,12 @@ def covariances(logprobs: Tensor, advantages: Tensor, live: Sequence[bool]) -> d
 def batch_selection(x: TokenInputs, o: Options) -> set[int]:
     """The tokens that the objective's batch selection picks; for clip_cov, the candidates of the draw."""
     if o.top_entropy is not None:
-        assert x.entropy is not None
         return highest({t: float(x.entropy[t].detach()) for t in x.tokens}, share_up(x.live, o.top_entropy))
     if o.kl_cov is None and o.clip_cov is None:
         return set()
     scores = covariances(x.logprobs.detach(), x.advantages, x.live)
     if o.kl_cov is not None:
         return highest(scores, share_down(x.live, o.kl_cov[0]))
-    assert o.clip_cov is not None
     deltas = log_ratios(x, o)
     within = [t for t in x.tokens if o.clip_cov[1] < scores[t] < o.clip_cov[2]]
     return {t for t in within if not policy_term(x, t, o, deltas[t])[1]}
@@ -270,11 +265,9 @@ def token_loss(
     kl = torch.zeros_like(loss)
     if o.kl_coef:
         reference = x.old if o.kl_to == "old" else x.ref_logprobs
-        assert reference is not None
         kl = kl_term(log_ratio, logprob, reference[t], o)
         loss = loss + o.kl_coef * kl
     if o.entropy_coef:
-        assert x.entropy is not None
         loss = loss - o.entropy_coef * x.entropy[t]
     return loss, hit, float(kl.detach())
 
@@ -295,7 +288,6 @@ def aggregate(losses: dict[int, Tensor], x: TokenInputs, o: Options, denominator
         return torch.zeros((), dtype=x.logprobs.dtype)
     parts = [(group, tokens) for group, tokens in enumerate(x.sequences())]
     if o.aggregate == PROMPT_MEAN:
-        assert x.groups is not None
         named = zip(x.groups, x.spans, strict=True)
         parts = [(group, [t for t in range(a, b) if x.live[t]]) for group, (a, b) in named]
     totals = {group: torch.zeros((), dtype=x.logprobs.dtype) for group, tokens in parts if tokens}
@@ -308,7 +300,6 @@ def aggregate(losses: dict[int, Tensor], x: TokenInputs, o: Options, denominator
         totals = {group: total / counts[group] for group, total in totals.items()}
     count = len(losses) if o.aggregate == "token-mean" else len(totals)
     if o.aggregate == "seq-mean-token-sum-norm":
-        assert o.length_norm is not None
         totals = {group: total / o.length_norm for group, total in totals.items()}
     return torch.stack(list(totals.values())).sum() / (count if denominator is None else denominator)
 

@@ -176,7 +176,6 @@ def kl_cov_paper(x: Flat, beta: float = 1.0, share: float = 2e-4) -> Tensor:
 
 def top_entropy_paper(x: Flat, share: float = 0.2) -> Tensor:
     """Beyond the 80/20 rule (arXiv 2506.01939) eq. 5: DAPO's token mean with the indicator H_t >= tau_share."""
-    assert x.entropy is not None
     kept = highest({t: float(x.entropy[t]) for t in x.tokens()}, share_up(x.live, share))
     return -mean([smaller(x.ratio(t), x.advantages[t], 0.2, 0.28) * (t in kept) for t in x.tokens()])
 

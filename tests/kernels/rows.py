@@ -93,13 +93,12 @@ def moved(record: Record, device: str) -> Record:
 def solve(p: Problem) -> Truth:
     leaf = p.logits.to(torch.float64, copy=True).requires_grad_()
     stats = true_stats(leaf, p.request)
-    found = RowStats(stats.logprobs.detach(), stats.norm.detach(), stats.entropy.detach())  # type: ignore[union-attr]
+    found = RowStats(stats.logprobs.detach(), stats.norm.detach(), stats.entropy.detach())
     known: RowsSlopes = reference.slopes_of_stats(found, wide(p.tokens), p.scalars, reference.token_loss)
     upstream = (known.slopes.logprobs * stats.logprobs).sum()
     if known.slopes.entropy is not None:
         upstream = upstream + (known.slopes.entropy * stats.entropy).sum()
     upstream.backward()
-    assert leaf.grad is not None
     loss = RowsLoss(known.loss.detach(), found.logprobs, found.entropy, known.clip_hit, known.ref_kl, known.slopes.idle)
     return Truth(found, loss, leaf.grad)
 

@@ -1,10 +1,8 @@
-"""The weight of a token in the loss: every aggregate, an explicit denominator, batches that add up however cut.
-
-`test_objectives.py` and `test_random.py` hold every aggregate against the oracle.
-"""
+"""The weight of a token in the loss: every aggregate, an explicit denominator, batches that add up however cut."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -19,7 +17,7 @@ from oracle import PROMPT_MEAN
 from test_random import FIXED
 from torch import Tensor
 
-from dapo_kernels import linear_dapo_loss, policy_loss
+from dapo_kernels import dapo_loss, linear_dapo_loss, policy_loss
 from dapo_kernels.objectives.table import AGGREGATES
 
 LENGTHS = (5, 1, 0, 9, 4, 3)
@@ -58,21 +56,19 @@ def test_weights_by_hand(backend: str, aggregate: str) -> None:
         "seq-mean-token-sum-norm": (1 / 36, 1 / 36),
         PROMPT_MEAN: (1 / 12, 1 / 2),
     }[aggregate]
-    assert logprobs.grad is not None
     expected = [long, long, 0, long, 0, 0, short, long, long, long]
     assert (-logprobs.grad).tolist() == pytest.approx(expected, rel=1e-6)
     assert out.loss.item() == pytest.approx(-sum(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("value", [40, torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()], ids=repr)
-def test_a_denominator_is_a_number_or_a_tensor(backend: str, value: Any) -> None:
+def test_a_denominator_is_a_number_or_a_tensor(backend: str) -> None:
     """A token count reduced over ranks is often an int64 tensor. It gets no gradient and is not changed."""
     case = logits_case(seed=72)
     expected, _ = call("logits", case, "dapo", denominator=40.0)
-    out, _ = call("logits", case, "dapo", denominator=value)
-    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert out.loss.dtype == torch.float32
-    assert value == 40
+    for value in (40, torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()):
+        out, _ = call("logits", case, "dapo", denominator=value)
+        assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert (out.loss.dtype, int(value)) == (torch.float32, 40)
 
 
 @pytest.mark.parametrize("entry", ["logits", "linear", "policy"])
@@ -99,11 +95,9 @@ def test_micro_batches_add_up(
     added, total = {name: torch.zeros_like(grad) for name, grad in expected.items()}, 0.0
     for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), len(order)], strict=True):
         part, places = part_of(case, order[start:stop])
+        of_groups_here = {name: ids[order[start:stop]] for name, ids in of_groups.items() if with_ids}
         if aggregate == PROMPT_MEAN:  # group_ids may be missing then
-            ids = {"group_ids": of_groups["group_ids"][order[start:stop]]} if with_ids else {}
-            of_groups_here = {"group_tokens": tokens[order[start:stop]], **ids}
-        else:
-            of_groups_here = {}
+            of_groups_here["group_tokens"] = tokens[order[start:stop]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a part may have as many tokens as the batch has sequences
             out, grads = call(entry, part, objective, denominator=count, **shared, **of_groups_here)
@@ -115,16 +109,20 @@ def test_micro_batches_add_up(
         assert float((added[name] - grad).norm()) <= 2e-6 * float(grad.norm()) + 1e-9
 
 
-@pytest.mark.parametrize("entry", ["logits", "linear", "policy"])
-def test_advantages_per_sequence(backend: str, entry: str) -> None:
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, (9, 1, 4, 2, 3, 0, 5, 1, 6, 8, 2)], ids=["few", "as many as padded columns"]
+)
+def test_advantages_per_sequence(backend: str, lengths: tuple[int, ...]) -> None:
     """[S] equals the same value spread over the sequence's tokens; empty sequences keep their place."""
-    case, per_sequence = case_of(entry, seed=76), torch.tensor([1.5, -0.5, 9.0, -1.0, 0.7, 0.2])
-    for layout in ("packed", "padded"):
-        runs = []
-        for advantages in (per_sequence, per_sequence.repeat_interleave(torch.tensor(LENGTHS))):
-            runs.append(call(entry, case, "dapo", layout=layout, advantages=advantages))
-        assert torch.equal(runs[0][0].loss, runs[1][0].loss)
-        assert all(torch.equal(grad, runs[1][1][name]) for name, grad in runs[0][1].items())
+    for entry, layout in itertools.product(("logits", "linear", "policy"), ("packed", "padded")):
+        case = (linear_case if entry == "linear" else logits_case)(23, lengths=lengths, seed=76)
+        per_sequence = torch.linspace(-1.5, 1.0, len(lengths))
+        spread = per_sequence.repeat_interleave(torch.tensor(lengths))
+        (a, grads), (b, others) = (
+            call(entry, case, "dapo", layout=layout, advantages=x) for x in (per_sequence, spread)
+        )
+        assert torch.equal(a.loss, b.loss)
+        assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
@@ -155,7 +153,7 @@ def run_prompts(case: Case, **given: Any) -> tuple[Any, Tensor]:
 
 
 def test_tokens_of_groups_and_the_number_of_prompts(backend: str) -> None:
-    """Either is counted where it is not given; both only scale the loss."""
+    """Either is counted where it is not given, also in a compiled graph; both only scale the loss."""
     case, ids = case_of("logits", seed=7), torch.tensor(GROUPS)
     whole, expected = run_prompts(case, group_ids=ids)
     tokens, prompts = counts(case)
@@ -163,6 +161,10 @@ def test_tokens_of_groups_and_the_number_of_prompts(backend: str) -> None:
         out, grad = run_prompts(case, group_ids=ids, **known)
         assert out.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
         torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-9)
+    given: dict[str, Any] = case.tensors("target_ids", "old_logprobs", "advantages", "mask", "cu_seqlens")
+    given |= {"aggregate": PROMPT_MEAN, "group_ids": ids, "group_tokens": tokens}
+    run = torch.compile(dapo_loss, fullgraph=True, backend="eager")
+    torch.testing.assert_close(run(case.leaves["logits"], **given).loss, whole.loss)
     doubled, _ = run_prompts(case, group_ids=ids, group_tokens=2 * tokens)
     assert doubled.loss.item() == pytest.approx(whole.loss.item() / 2, rel=1e-6)
     renamed = torch.tensor([{7: -5, -2: 2**40, 40: 0}[group] for group in GROUPS])
@@ -185,19 +187,6 @@ def test_dead_groups_and_dead_batches(backend: str) -> None:
     out, grad = run_prompts(case, group_ids=ids)
     assert out.loss.item() == 0
     assert not grad.any()
-
-
-def test_groups_in_a_compiled_graph() -> None:
-    case = case_of("policy", seed=11)
-    ids, tokens = torch.tensor(GROUPS), counts(case)[0]
-    shared = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "aggregate": PROMPT_MEAN, "group_ids": ids}
-
-    def loss(group_tokens: Tensor | None) -> Tensor:
-        logprobs = case.old_logprobs - 0.1
-        return policy_loss(logprobs, case.old_logprobs, case.advantages, group_tokens=group_tokens, **shared).loss
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens), loss(tokens))
 
 
 def test_the_code_of_the_page() -> None:

@@ -1,6 +1,4 @@
-"""The path of CUDA tensors, checked without a GPU: chunk plans, what is launched, that nothing waits for the device,
-and the numbers that its way of skipping work gives.
-"""
+"""The path of CUDA tensors without a GPU: chunk plans, launches, no waiting for the device, the numbers."""
 
 from __future__ import annotations
 
@@ -118,42 +116,32 @@ def test_active_rows_come_first_then_idle_ones() -> None:
     idle = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.bool)
     with device_path():
         work = live_work(live, idle, None)
-        assert work.at is not None
         assert (work.at.tolist(), work.n, work.n_active) == ([0, 3, 5, 2], 4, 3)
         made = list(Chunks(work, torch.empty(6, 2), 4, torch.float32, 4, 2 * 16 * 4))
-        assert [(c.rows.tolist(), c.n_active) for c in made] == [([0, 3], 2), ([5, 2], 1)]  # type: ignore[union-attr]
+        assert [(c.rows.tolist(), c.n_active) for c in made] == [([0, 3], 2), ([5, 2], 1)]
         assert live_work(live, idle, False) == Work(None, 6, 6)
         assert live_work(torch.ones(3, dtype=torch.bool), None, True) == Work(None, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("host_sync", "capturing", "debug_mode", "waits"),
-    [
+def test_when_a_call_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for host_sync, capturing, debug_mode, waits in (
         (None, False, 0, True),
         (None, True, 0, False),
         (None, False, 1, False),
         (None, False, 2, False),
         (True, True, 2, True),
         (False, False, 0, False),
-    ],
-)
-def test_when_a_call_may_wait(
-    monkeypatch: pytest.MonkeyPatch, host_sync: bool | None, capturing: bool, debug_mode: int, waits: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: debug_mode)
-    assert chunks.may_wait(host_sync) is waits
+    ):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda now=debug_mode: now)
+        assert chunks.may_wait(host_sync) is waits
 
 
 def test_without_a_mask_there_is_nothing_to_wait_for() -> None:
     states, weight = torch.zeros(3, 2), torch.zeros(4, 2)
     layout = layout_of("linear_dapo_loss", "hidden", states)
-    for mask, options, expected in (
-        (None, {}, False),
-        (torch.ones(3), {}, None),
-        (None, {"host_sync": True}, True),
-    ):
+    for mask, options, expected in ((None, {}, False), (torch.ones(3), {}, None), (None, {"host_sync": True}, True)):
         assert head_of_call(layout, states, weight, mask, options)[1].host_sync is expected
     with pytest.raises(TypeError, match="host_sync"):
         head_of_call(layout, states, weight, None, {"host_sync": 1})

@@ -1,7 +1,4 @@
-"""The arithmetic of one token at its edges: clip bounds, ratios of 0, 1 and infinity, tokens that do not train.
-
-Everything between the edges is held against the oracle in `test_objectives.py` and `test_random.py`.
-"""
+"""The arithmetic of one token at its edges: clip bounds, ratios of 0, 1 and infinity, tokens that do not train."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ def one_token(name: str, logprob: float, old: float | None, advantage: float, **
     bounds = {"cu_seqlens": torch.tensor([0, 1])}
     out = policy_loss(leaf, old_logprobs, torch.tensor([advantage]), objective=name, **bounds, **options)
     out.loss.backward()
-    assert leaf.grad is not None
     hits = [bound for bound in ("low", "high", "dual") if float(out.metrics[f"clip_{bound}"])]
     return out.loss.item(), float(leaf.grad), " ".join(hits)
 
@@ -121,22 +117,6 @@ def test_a_zero_advantage_is_an_exact_zero_at_any_ratio(backend: str, surrogate:
         assert one_token("ppo", *apart(delta, -0.2), 0.0, surrogate=surrogate) == (0.0, 0.0, "")
 
 
-@pytest.mark.parametrize("edge", [0.8, 1.2, 1.28])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_around_an_edge(backend: str, edge: float, advantage: float) -> None:
-    """Within some float32 steps of an edge either branch is right, but slope and count must tell the same one."""
-    start, seen = torch.log(torch.tensor(edge)), set()
-    for steps in (-40, -3, -2, -1, 0, 1, 2, 3, 40):
-        delta = float(start.view(torch.int32).add(steps).view(torch.float32))
-        clip = {"clip_low": 0.2, "clip_high": edge - 1 if edge > 1 else 0.28}
-        loss, slope, hit = one_token("ppo", *apart(delta), advantage, **clip)
-        assert loss == pytest.approx(-advantage * edge, rel=1e-5)
-        assert slope == (0.0 if hit else pytest.approx(-advantage * edge, rel=1e-5))
-        seen.add(bool(hit))
-    acts = (edge > 1) == (advantage > 0)  # the upper edge acts on A > 0, the lower on A < 0
-    assert seen == ({False, True} if acts else {False})
-
-
 def test_vespo_far_from_the_old_policy_weighs_nothing(backend: str) -> None:
     for far in (60.0, -60.0):
         logprob, old = apart(far, -2.0)
@@ -173,7 +153,6 @@ def test_a_token_that_does_not_train_cannot_spoil_the_others(backend: str, why: 
     for leaf, out in calls:
         out.loss.backward()
         assert math.isfinite(out.loss.item())
-        assert leaf.grad is not None
         assert bool(leaf.grad.isfinite().all())
         assert not leaf.grad[1].any()
         assert leaf.grad[0].any()
@@ -206,6 +185,4 @@ def test_half_precision_logprobs_get_a_gradient_of_their_dtype(backend: str, dty
         out = policy_loss(x, torch.tensor([-1.4, -2.6, -0.4]), torch.tensor([1.0, -0.3, 0.2]))
         out.loss.backward()
         assert out.loss.dtype == torch.float32
-    assert leaf.grad is not None
-    assert wide.grad is not None
     assert torch.equal(leaf.grad, wide.grad.to(dtype))

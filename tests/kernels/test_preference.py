@@ -10,7 +10,7 @@ import torch
 from against_oracle import as_logprobs
 from cases import HEAD, Case, linear_case, logits_case, page_code, part_of, rows_of
 from closeness import as_accurate
-from entries import Laid, token_values
+from entries import Laid, lora_of, token_values
 from oracle import Options
 from test_ops import gemm_flops
 from torch import Tensor
@@ -31,7 +31,7 @@ ENTRIES = ("logits", "inplace", "linear", "logprobs")
 def make_case(entry: str, **options: Any) -> Case:
     if entry == "linear":
         return linear_case(31, lengths=LENGTHS, **options)
-    options = {name: value for name, value in options.items() if name not in ("bias", "softcap")}
+    options = {name: value for name, value in options.items() if name not in ("bias", "softcap", "rank")}
     return logits_case(31, lengths=LENGTHS, **options)
 
 
@@ -66,7 +66,6 @@ def solve(
     loss = torch.stack(losses).sum() / len(counted)
     loss.backward()
     chosen, rejected = (sum(column) / len(counted) for column in zip(*rewards, strict=True))
-    assert x.entropy is not None
     metrics = {
         "pairs": len(counted),
         "tokens": len(live),
@@ -98,17 +97,16 @@ def call(
         leaves = {"logprobs": laid.out(logprobs).requires_grad_()}
         out = preference_loss_from_logprobs(leaves["logprobs"], ref, entropy=laid.out(entropy), **options)
     else:
-        ids = laid.out(case.target_ids, "target_ids")
+        ids, leaves = laid.out(case.target_ids, "target_ids"), laid.leaves(case)
         options |= {"temperature": case.temperature, "entropy": True}
-        leaves = {k: v if k in HEAD else laid.out(v.detach()) for k, v in case.leaves.items()}
-        leaves = {k: v.detach().clone().requires_grad_() for k, v in leaves.items()}
         if entry == "linear":
-            head = {"bias": leaves.get("bias"), "softcap": case.softcap, "chunk_bytes": 7 * 31 * 4}
-            out = linear_preference_loss(leaves["hidden"], leaves["weight"], ids, ref, **head, **options)
+            head = {"bias": leaves.get("bias"), "softcap": case.softcap, "lora": lora_of(leaves)}
+            states = (leaves["hidden"], leaves["weight"])
+            out = linear_preference_loss(*states, ids, ref, chunk_bytes=7 * 31 * 4, **head, **options)
         else:
             out = preference_loss(leaves["logits"], ids, ref, inplace_backward=entry == "inplace", **options)
     (2.0 * out.loss).backward()
-    return out, {k: leaf.grad if k in HEAD else laid.back(leaf.grad) for k, leaf in leaves.items()}
+    return out, {name: laid.back(leaf.grad, name) for name, leaf in leaves.items()}
 
 
 def check(out: Any, grads: dict[str, Tensor], entry: str, case: Case, *problem: Any) -> None:
@@ -124,7 +122,7 @@ def check(out: Any, grads: dict[str, Tensor], entry: str, case: Case, *problem: 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_gradients_and_metrics(backend: str, loss: str, entry: str) -> None:
-    case = make_case(entry, seed=3, temperature=0.8, bias=True, softcap=9.0)
+    case = make_case(entry, seed=3, temperature=0.8, bias=True, softcap=9.0, rank=2 * (loss == "sigmoid"))
     case.mask[10:14] = True  # both responses of every pair have a live token
     sums = torch.stack([case.ref_logprobs[a:b][case.mask[a:b]].sum() for a, b in case.spans])
     for layout in ("packed", "padded"):
@@ -147,7 +145,6 @@ def test_the_code_of_the_page() -> None:
     truth = solve(case, {"beta": 0.1}, torch.float64, ref)
     torch.testing.assert_close(names["out"].loss.double(), truth[0], rtol=1e-5, atol=1e-6)
     for name, leaf in x.items():
-        assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.double(), truth[1][name], rtol=1e-4, atol=1e-6)
 
 
@@ -164,8 +161,7 @@ def test_micro_batches_of_pairs_add_up(backend: str, entry: str) -> None:
         for name, grad in grads.items():
             added[name][slice(None) if name in HEAD else places] += grad
     assert loss == pytest.approx(whole.loss.item(), rel=1e-5)
-    for name, grad in expected.items():
-        torch.testing.assert_close(added[name], grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(added, expected, rtol=1e-5, atol=1e-7)
     assert summarize(metrics) == pytest.approx(summarize(whole.metrics), rel=1e-5)
 
 

@@ -17,9 +17,8 @@ BF16, FP32 = 151_936 * 2, 151_936 * 4
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("device", "row_bytes", "triton", "sweep"),
-    [
+def test_rows_follow_cache_memory_and_registers() -> None:
+    known: list[tuple[Device, int, int, int]] = [
         (H100, BF16, 132, 132),  # one per SM, 40 MB: 115 would leave a third of the cache for other things
         (H100, FP32, 132, 132),
         (H200, BF16, 147, 132),  # what keeps memory busy
@@ -27,14 +26,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
         (B200, BF16, 289, 148),
         (B200, FP32, 245, 148),
         (H100, 64_000, 264, 132),
-    ],
-    ids=str,
-)
-def test_rows_follow_cache_memory_and_registers(device: Device, row_bytes: int, triton: int, sweep: int) -> None:
-    assert in_flight(device.gpu, row_bytes, 2, 32 * 2**10) == triton
-    assert in_flight(device.gpu, row_bytes, 1, 48 * 2**10) == sweep
-    for held in (1, 2):  # no SM is without a row
-        assert in_flight(device.gpu, 2**24, held, 2**20) >= device.gpu.multiprocessors
+    ]
+    for device, row_bytes, triton, sweep in known:
+        assert in_flight(device.gpu, row_bytes, 2, 32 * 2**10) == triton, (device, row_bytes)
+        assert in_flight(device.gpu, row_bytes, 1, 48 * 2**10) == sweep, (device, row_bytes)
+        for held in (1, 2):  # no SM is without a row
+            assert in_flight(device.gpu, 2**24, held, 2**20) >= device.gpu.multiprocessors
 
 
 def test_how_many_programs_an_sm_holds() -> None:
@@ -42,27 +39,20 @@ def test_how_many_programs_an_sm_holds() -> None:
     assert [rows_held(registers, 4) for registers in (32, 40, 64)] == [16, 12, 8]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "n_rows", "row_bytes", "held", "expected"),
-    [
+def test_a_grid_is_limited_only_where_registers_do_not() -> None:
+    for gpu, n_rows, row_bytes, held, expected in (
         (None, 7, BF16, 2, 7),
         (H100.gpu, 8192, BF16, 2, 132),
         (H100.gpu, 8192, BF16, 1, 8192),  # an SM holds no second row
         (H100.gpu, 8192, 64_000, 2, 8192),  # all that registers hold fit
         (H100.gpu, 5, BF16, 2, 5),
         (H100.gpu, 5, 0, 2, 5),
-    ],
-)
-def test_a_grid_is_limited_only_where_registers_do_not(
-    gpu: Gpu | None, n_rows: int, row_bytes: int, held: int, expected: int
-) -> None:
-    assert programs(gpu, n_rows, row_bytes, held, 32 * 2**10) == expected
+    ):
+        assert programs(gpu, n_rows, row_bytes, held, 32 * 2**10) == expected
 
 
 def simulated(q: float, starts: list[float], steps: int = 100) -> float:
-    """The share of the second read that a cache finds which evicts what was read or written last in a row's second
-    sweep, else the least recently read. Counted line by line.
-    """
+    """The share of the second read that a cache finds which evicts what was read last, else the least recently read."""
     cached: OrderedDict[tuple[int, int, int], None] = OrderedDict()
     room, found, asked = round(q * len(starts) * steps), 0, 0
     for time in range(12 * steps):
@@ -97,7 +87,6 @@ def test_a_device_is_as_torch_describes_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda", 99)
     found = gpu_of(device)
-    assert found is not None
     assert found[:2] == (132, 50 * 2**20)
     assert found.bytes_per_s == pytest.approx(3.35e12, rel=0.01)
     monkeypatch.setattr(Properties, "memory_clock_rate", 0)
@@ -113,14 +102,3 @@ def test_the_page_shows_the_tables() -> None:
         shares = (d.gpu.multiprocessors * kib * 2**10 / (d.gpu.bytes_per_s * LATENCY_S) for d in roofline.DEVICES)
         cells = " | ".join(f"{min(1.0, share):.0%}".replace("%", " %") for share in shares)
         assert f"{kib} KiB a row | {cells} |" in PAGE
-
-
-def test_the_roofline_is_what_counting_gives() -> None:
-    """Bytes, exponentials and instructions of some of its rows."""
-    assert roofline.expected(H100, "cluster_loss", 151_936, 2).moved == (4.0, 4.0)
-    assert roofline.expected(B200, "cluster_loss", 151_936, 2).pressure[0] == pytest.approx(1.78 / 2.03 * 0.927, 0.01)
-    triton = roofline.expected(B200, "Triton", 151_936, 2)  # issue slots bind before its exponentials do
-    assert triton.share == pytest.approx((0.88, 0.88), abs=0.005)
-    assert triton.binds == "instructions"
-    assert roofline.expected(H100, "Triton", 151_936, 2).binds == "memory"
-    assert roofline.expected(B200, "cluster_loss", 151_936, 4).exponentials == pytest.approx(2.0625)

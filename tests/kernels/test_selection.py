@@ -60,20 +60,18 @@ def test_selections_take_the_highest(n: int, dead: float, seed: int, share: floa
     assert len(drawn) == min(len(candidates), share_down(alive, share))
 
 
-@pytest.mark.parametrize(
-    ("share", "n", "up", "down"),
-    [
+def test_a_share_is_not_off_by_one() -> None:
+    """In binary, 0.07 * 100 is 7.000000000000001 and 0.29 * 100 is 28.999999999999996."""
+    for share, n, up, down in (
         (0.2, 10, 2, 2),
         (0.2, 11, 3, 2),
-        (0.07, 100, 7, 7),  # 0.07 * 100 is 7.000000000000001 in binary
-        (0.29, 100, 29, 29),  # 0.29 * 100 is 28.999999999999996
+        (0.07, 100, 7, 7),
+        (0.29, 100, 29, 29),
         (0.5, 0, 1, 1),
-    ],
-)
-def test_a_share_is_not_off_by_one(share: float, n: int, up: int, down: int) -> None:
-    live = torch.arange(n + 3) < n
-    assert int(select.share_of(live, share, rounding="up")) == up
-    assert int(select.share_of(live, share, rounding="down")) == down
+    ):
+        live = torch.arange(n + 3) < n
+        assert int(select.share_of(live, share, rounding="up")) == up
+        assert int(select.share_of(live, share, rounding="down")) == down
 
 
 def test_clip_cov_draws_evenly_and_from_its_generator_alone() -> None:
@@ -156,9 +154,8 @@ def test_a_selection_handed_in_is_the_one_that_is_made_and_holds_for_parts(backe
         for key, grad in part_grads.items():
             added[key][slice(None) if key in HEAD else places] += grad
     assert total == pytest.approx(whole.loss.item(), rel=1e-5, abs=1e-6)
-    for key, grad in grads.items():
-        torch.testing.assert_close(made_grads[key], grad, rtol=1e-5, atol=1e-8)
-        torch.testing.assert_close(added[key], grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(made_grads, grads, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(added, grads, rtol=1e-4, atol=1e-7)
     none, _ = call(entry, case, name, selection=torch.zeros(18, dtype=torch.bool), **shared)
     assert none.loss.item() != pytest.approx(whole.loss.item(), rel=1e-3)
 
@@ -172,24 +169,17 @@ def test_a_threshold_is_the_mask_it_cuts(backend: str, entry: str) -> None:
     by_mask, grads = call(entry, case, "top_entropy", selection=chosen, **with_entropy(entry, "top_entropy"))
     for value in (float(threshold), threshold, threshold.double()):
         out, got = call(entry, case, "top_entropy", selection=value, **with_entropy(entry, "top_entropy"))
-        torch.testing.assert_close(out.loss, by_mask.loss, rtol=1e-6, atol=1e-7)
-        for key, grad in grads.items():
-            torch.testing.assert_close(got[key], grad, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close((out.loss, *got.values()), (by_mask.loss, *grads.values()), rtol=1e-5, atol=1e-7)
 
 
-def test_the_threshold_itself_trains(backend: str) -> None:
+def test_the_threshold_itself_trains_and_entropy_is_not_computed_for_a_known_selection(backend: str) -> None:
     """entropy >= threshold: the k-th largest entropy, as computed, keeps k tokens."""
     case = case_of("logits", dead=0.0)
     entropy = token_logprobs(case.leaves["logits"], case.target_ids, entropy=True).entropy
-    assert entropy is not None
     threshold = entropy.sort(descending=True).values[3]
     _, grads = call("logits", case, "top_entropy", selection=threshold, clip_low=1.0, clip_high=math.inf)
     assert int((grads["logits"].abs().amax(-1) > 0).sum()) == 4
-
-
-def test_entropy_is_not_computed_where_the_selection_is_known(backend: str) -> None:
-    case = case_of("logits")
-    known, _ = call("inplace", case, "top_entropy", selection=full_selection("top_entropy", case))
+    known, _ = call("inplace", case, "top_entropy", selection=entropy > threshold)
     assert known.entropy is None
     assert call("inplace", case, "top_entropy")[0].entropy is not None
 

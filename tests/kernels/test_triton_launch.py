@@ -50,9 +50,8 @@ def test_the_launch_follows_the_row_alone() -> None:
     assert {v: triton._shape(torch.empty(1, 50_272)[:, :v])["HAS_REST"] for v in vocabs} == vocabs
 
 
-@pytest.mark.parametrize(
-    ("rows", "aligned"),
-    [
+def test_rows_are_aligned_where_all_start_on_16_bytes() -> None:
+    for rows, aligned in (
         (bfloat16(4, 128), True),
         (bfloat16(4, 24), True),  # a multiple of 8 is enough
         (bfloat16(4, 37), False),
@@ -60,19 +59,15 @@ def test_the_launch_follows_the_row_alone() -> None:
         (bfloat16(513)[1:].view(4, 128), False),
         (bfloat16(4096).as_strided((2, 3, 64), (259, 64, 1)), False),
         (bfloat16(2, 4, 64).transpose(0, 1), True),
-    ],
-)
-def test_rows_are_aligned_where_all_start_on_16_bytes(rows: Tensor, aligned: bool) -> None:
-    assert (triton._shape(rows)["VEC"] > 1) is aligned
-    assert (triton._shape(bfloat16(4, 128), rows)["VEC"] > 1) is aligned  # of both
+    ):
+        assert (triton._shape(rows)["VEC"] > 1) is aligned
+        assert (triton._shape(bfloat16(4, 128), rows)["VEC"] > 1) is aligned  # of both
 
 
 def test_warps_of_64_threads_are_half_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """On AMD's GPUs: the module as a ROCm build of torch imports it."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     spec = importlib.util.find_spec("dapo_kernels.backends.triton")
-    assert spec is not None
-    assert spec.loader is not None
     amd: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(amd)
     assert [amd._shape(torch.empty(1, v))["num_warps"] for v in (37, 12_288, 151_936)] == [4, 16, 16]
@@ -141,9 +136,7 @@ def forget_launches() -> None:
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """A driver of a GPU on which nobody has launched anything yet. At 40 registers an SM holds one program of 32 warps;
-    two are planned.
-    """
+    """A driver of a GPU on which nothing was launched: an SM holds one program at 40 registers, two are planned."""
     found = Driver(registers=40)
     monkeypatch.setattr(driver, "_active", found)
     forget_launches()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import TINY, save_model
 from fake_server import FakeServer
-from small import config_in
+from small import Dapo, config_in
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.logging.run_log import RunLog
@@ -65,3 +65,8 @@ def policy(model_folder: Path) -> Policy:
 def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
     with ExitStack() as stack:
         yield [stack.enter_context(FakeServer(model_folder)) for _ in range(2)]
+
+
+@pytest.fixture
+def dapo(capsys: pytest.CaptureFixture[str]) -> Dapo:
+    return Dapo(capsys)

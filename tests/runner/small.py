@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from refusals import naming
 
+from dapo_runner.cli import main
 from dapo_runner.config import Config, parse_config
+from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 
 SEGMENTS = {
@@ -89,3 +94,34 @@ class AtPhase(Notes):
         self.left -= name == self.name
         if name == self.name and self.left == 0:
             self.function()
+
+
+class Dapo:
+    """The command `dapo`. What it printed last is in ``out`` and ``err``."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys, self.code, self.out, self.err = capsys, 0, "", ""
+
+    def __call__(self, *arguments: object, code: int | None = 0) -> str:
+        self._capsys.readouterr()
+        self.code = main([str(argument) for argument in arguments])
+        self.out, self.err = self._capsys.readouterr()
+        assert code in (None, self.code), self.err
+        return self.out
+
+    def refuses(self, key: str, *arguments: object, code: int = 2) -> str:
+        """Return the line that it refuses with, which names ``key``."""
+        self(*arguments, code=code)
+        (line,) = [line for line in self.err.splitlines() if line.startswith("dapo: ")]
+        assert re.search(naming(key), line), line
+        return line
+
+
+def events_of(run: Path, kind: str = "step", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The events of one kind in a run's log."""
+    return [event for event in read_log(run / file) if event["kind"] == kind]
+
+
+def steps_of(run: Path, key: str) -> list[Any]:
+    """A metric of each step; None where it was not logged."""
+    return [event.get(key) for event in events_of(run)]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from builders import CUTS, backward, make_config, pack_mini_batch, random_sequences, what_is_left, with_lists
-from refusals import refused
 from torch import Tensor
 
 from dapo_runner.algorithms.advantage import make_sequence
@@ -127,18 +126,3 @@ def test_vllms_lists_are_read() -> None:
         start_indices=[0, 4, 8],
     )
     assert [sorted(kept) for kept in lists_of(read_support(flat))] == [[3, 7], [3], [1, 2, 4, 5]]
-
-
-@pytest.mark.parametrize(
-    ("key", "sections"),
-    [
-        ("rollout.sampling_mask", {"rollout": {"sampling_mask": True}}),
-        ("rollout.top_k", {"rollout": {"top_p": 0.9, "sampling_mask": True, "engine": "vllm"}}),
-        ("rollout.sampling_mask", {"rollout": {"top_p": 0.9, "sampling_mask": True}, "preference": {}}),
-        ("rollout.sampling_mask", {"rollout": {"top_p": 0.9, "max_mismatch_kl": 0.1}}),
-        ("rollout.sampling_mask", {"rollout": {"top_k": 5, "correction": {"mask": "token"}}}),
-    ],
-)
-def test_what_does_not_go_with_a_sampling_mask_is_refused(key: str, sections: dict[str, Any]) -> None:
-    with refused(key):
-        make_config(**sections)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from dapo_runner.config import load_config
+from dapo_runner.config import Config, StudyConfig, flatten, load_config, parse, read_recipe
 from dapo_runner.policy.model import load_tokenizer
+from dapo_runner.tools.study.plan import plan_runs
 from dapo_runner.types import Completion, Prompt
 from examples import search
 
@@ -21,16 +23,17 @@ PROBLEM = search.Problem(12, (3, 5), 27)
 @pytest.mark.parametrize(
     ("walk", "is_correct"),
     [
-        ("-3=9*3=27", True),
-        ("+5=17+5=22;12+5=17+5=22+5=27", True),  # a restart
-        ("-3=9*3=28;12-3=9*3=27", False),
-        ("+7=19+5=24+3=27", False),  # 7 is not a number of the problem
-        ("+5=17+5=22", False),
-        ("*3=36-3=33-3=30-3=27", False),  # out of range
-        ("-3=9**3=27", False),
+        (" 9 27", True),
+        (" 17 22; 17 22 27", True),  # a restart
+        (" 9 28; 9 27", False),
+        (" 19 24 27", False),  # 7 is not a number of the problem
+        (" 17 22", False),
+        (" 36 33 30 27", False),  # out of range
+        (" 9  27", False),
+        (" 9 27;", False),
     ],
 )
-def test_a_walk_is_correct_if_all_its_equations_are(walk: str, is_correct: bool) -> None:
+def test_a_walk_is_correct_if_all_its_moves_are_possible(walk: str, is_correct: bool) -> None:
     assert search.read_problem(PROBLEM.prompt) == PROBLEM
     for reason in ("stop", "length"):
         completion = Completion(torch.zeros(1), torch.zeros(1), reason, walk)
@@ -66,4 +69,17 @@ def test_the_files_fit_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         prompt, response = (tokenizer(row[key])["input_ids"] for key in ("prompt", "completion"))
         assert tokenizer.unk_token_id not in (*prompt, *response)
         assert len(prompt) <= config.rollout.max_prompt_tokens
-        assert len(response) == 2 * len(search.read_walk(row["completion"]))  # a move and its value
+        assert len(response) == len(search.read_walk(row["completion"]))
+
+
+def test_the_studies_agree_on_the_runs_that_they_share_and_a_rung_changes_one_thing() -> None:
+    configs, changed = dict[Path, Config](), []
+    for path in sorted((RECIPE.parent / "studies").glob("search-*.yaml")):
+        study = parse(read_recipe(path), StudyConfig)
+        runs = plan_runs(study, RECIPE)
+        assert all(configs.setdefault(run.folder, run.config) == run.config for run in runs)
+        if study.name == "search-ladder":
+            rungs = [flatten(run.config.model_dump(exclude={"run": {"output_dir"}})) for run in runs if run.seed == 0]
+            pairs = pairwise(rungs)
+            changed = [{key for key in one.keys() | other if one.get(key) != other.get(key)} for one, other in pairs]
+    assert [len(keys) for keys in changed] == [1, 1, 1, 1, 1]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from refusals import refused
 from small import small_recipe
 
-from dapo_runner.config import Config, load_config, parse_config
+from dapo_runner.config import load_config, parse_config
 from dapo_runner.data.arithmetic import ArithmeticProblem
 from dapo_runner.preflight.amx import VARIABLE, WITHOUT_AMX, disable_broken_amx
 from dapo_runner.run.tiny_model import (
@@ -43,7 +41,7 @@ def test_lines_come_again_as_often_as_asked() -> None:
 
 
 def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
-    def warm_up(**warmup: float) -> list[str]:
+    def warm_up(**warmup: float | str) -> list[str]:
         raw = small_recipe(output_dir=str(tmp_path))
         raw["model"]["tiny"]["warmup"] |= warmup
         config, lines = parse_config(raw), list[str]()
@@ -53,6 +51,8 @@ def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
 
     assert 1 < len(warm_up(stop_at=0.05)) < 9  # a line for every ten steps
     assert warm_up() == []  # it is there
+    (line,) = warm_up(turns="random:random")  # which may be others than it was shown
+    assert str(tmp_path / "model") in line
     with refused("model.tiny.warmup.stop_at"):  # no problem is left to measure it with
         warm_up(stop_at=0.5, examples=60)
 
@@ -86,33 +86,17 @@ def test_of_a_worked_example_of_a_tool_only_the_policys_turns_train(
     assert turns.calculator(problem.question) == int(problem.answer)
 
 
-def with_turns(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Config:
+@pytest.mark.parametrize(
+    "turns", ["1 / 0", "None", "'132'", "[]", "['4', '+']", "['4', 5, '6']", "['4', 'higher', '5']"]
+)
+def test_turns_that_cannot_be_shown_are_refused(turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_turns.py").write_text(f"def shown(*_):\n    return {turns}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "no_turns", raising=False)
     raw = small_recipe()
-    raw["model"]["tiny"]["warmup"] |= {"steps": 1, "turns": f"{__name__}:shown"}
-    monkeypatch.setattr(sys.modules[__name__], "shown", function, raising=False)
-    return parse_config(raw)
-
-
-@pytest.mark.parametrize("found", [ValueError("no"), None, "132", [], ["4", "+"], ["4", 5, "6"], ["4", "higher", "5"]])
-def test_turns_that_cannot_be_shown_are_refused(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def function(*_: Any) -> Any:
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    config = with_turns(function, monkeypatch)
-    with refused("model.tiny.warmup.turns") as caught:
-        _encode(ArithmeticProblem("+", (47, 85)), make_tokenizer(), config, random.Random(0))
-    assert all(name in str(caught.value) for name in (f"{__name__}:shown", "47+85", "132"))
-
-
-def test_a_model_that_is_taken_again_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = with_turns(lambda question, answer, rng: [answer], monkeypatch)
-    lines: list[str] = []
-    ensure_tiny_model(config, tmp_path / "model", lines.append)
-    assert not any(str(tmp_path) in line for line in lines)
-    ensure_tiny_model(config, tmp_path / "model", lines.append)
-    assert str(tmp_path / "model") in lines[-1]
+    raw["model"]["tiny"]["warmup"] |= {"steps": 1, "turns": "no_turns:shown"}
+    with refused("model.tiny.warmup.turns", parts=["no_turns:shown", "47+85", "132"]):
+        _encode(ArithmeticProblem("+", (47, 85)), make_tokenizer(), parse_config(raw), random.Random(0))
 
 
 @pytest.mark.parametrize("drawn", [0.0, 1.0])

@@ -134,16 +134,11 @@ def of_tokens(groups: list[Group]) -> list[list[torch.Tensor]]:
     return [[torch.arange(sample.completion.length) for sample in group.samples] for group in groups]
 
 
-def one_too_few(groups: list[Group]) -> list[list[float]]:
-    return [[0.0] * (len(group.samples) - 1) for group in groups]
+WRONG: list[Any] = [[0.0], [[0.0, 1.0], [0.0, 1.0]], [float("nan"), 0.0]]  # too few, of another length, not finite
 
 
-def of_another_length(groups: list[Group]) -> list[list[list[float]]]:
-    return [[[0.0, 1.0] for _ in group.samples] for group in groups]
-
-
-def not_finite(groups: list[Group]) -> list[list[float]]:
-    return [[float("nan") for _ in group.samples] for group in groups]
+def wrong(groups: list[Group]) -> list[Any]:
+    return [WRONG[len(groups[0].prompt.id)] for _ in groups]
 
 
 def test_a_function_of_the_users_own() -> None:
@@ -151,12 +146,8 @@ def test_a_function_of_the_users_own() -> None:
     group = make_group("RW")
     first, second = make_sequences([group], AdvantageConfig(kind=f"{__name__}:one_each"))
     assert (first.advantages[3:].tolist(), second.advantages[3:].tolist()) == ([1.0] * 4, [2.0] * 4)
-    assert make_sequences([group], AdvantageConfig(kind=f"{__name__}:of_tokens"))[0].advantages[3:].tolist() == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    for function in (one_too_few, of_another_length, not_finite):
+    one, _ = make_sequences([group], AdvantageConfig(kind=f"{__name__}:of_tokens"))
+    assert one.advantages[3:].tolist() == [0, 1, 2, 3]
+    for n in range(len(WRONG)):
         with refused("advantage.kind"):
-            make_sequences([group], AdvantageConfig(kind=f"{__name__}:{function.__name__}"))
+            make_sequences([make_group("RW", n * "p")], AdvantageConfig(kind=f"{__name__}:wrong"))

@@ -79,13 +79,6 @@ def test_the_share_of_truncated_weights() -> None:
     assert "rollout_truncated" not in measure(delta, torch.zeros(4), live, weights).metrics()
 
 
-def test_a_ratio_that_overflows_is_capped() -> None:
-    live, starts = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
-    result = correct(torch.full((2,), 500.0), torch.zeros(2), live, starts, CorrectionConfig(weights="sequence"))
-    assert result is not None
-    assert result.tolist() == [2.0, 2.0]
-
-
 def responses_of(learner: Learner, gaps: dict[int, float]) -> list[Sequence]:
     """One response of each length, sampled ``gap`` below the policy's log-probs."""
     made = []

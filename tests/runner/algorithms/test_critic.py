@@ -120,9 +120,7 @@ def spelled_out(learner: Learner, sequences: list[Sequence]) -> tuple[dict[int, 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_estimates_of_a_step(model_folder: Path, name: str) -> None:
-    """KL in the reward is that of the policy before the step, also of a response whose ratio goes further back. Nothing
-    depends on mini-batches and packing.
-    """
+    """KL in the reward is that of the policy before the step. Nothing depends on mini-batches and packing."""
     sections, sequences, expected = KINDS[name], earning(), None
     for size, budget in ((None, 1024), (4, 24)):
         learner = learner_of(model_folder, **sections, optimizer={"mini_batch_size": size, "token_budget": budget})

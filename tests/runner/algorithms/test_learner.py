@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,9 +81,7 @@ def test_learning_rates(warmup: int) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_are_adamw(model_folder: Path, dtype: str, offload: bool) -> None:
-    """arXiv 1711.05101, Algorithm 2, on float32 weights, of gradients that are clipped together. The model has them
-    rounded.
-    """
+    """arXiv 1711.05101, Algorithm 2, on float32 weights, of gradients clipped together; the model has them rounded."""
     lr, betas, eps, decay, limit = 1e-2, (0.8, 0.7), 1e-4, 0.3, 1e-3
     optimizer = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay, "grad_clip": limit}
     learner = learner_of(model_folder, dtype, optimizer={**optimizer, "warmup_steps": 2, "offload": offload})
@@ -117,23 +117,13 @@ def test_gradients_of_micro_batches_add_up_in_float32(model_folder: Path) -> Non
     assert float(gradient[0, 0]) == 1.0 + 2.0**-12
 
 
-class Arrival:
-    """The event of a copy, which notes who waited for it."""
-
-    def __init__(self, number: int, waited: list[int]) -> None:
-        self.number, self.waited = number, waited
-
-    def synchronize(self) -> None:
-        self.waited.append(self.number)
-
-
 def test_gradients_on_their_way_to_the_host_are_waited_for_late_and_once() -> None:
     """A copy is waited for when IN_FLIGHT later ones are under way, the others before they are used."""
     parameter, waited = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), list[int]()
     weights = MasterWeights({"w": parameter}, offload=True)
     for number in range(5):
-        gradient: Any = (weights.tensors["w"], torch.full((2,), number), Arrival(number, waited))
-        weights.arriving.append(gradient)
+        event: Any = SimpleNamespace(synchronize=partial(waited.append, number))
+        weights.arriving.append((weights.tensors["w"], torch.full((2,), number), event))
         weights.receive(IN_FLIGHT)
     assert waited == list(range(5 - IN_FLIGHT))
     (master,) = weights.gradients()
@@ -153,19 +143,16 @@ FLOAT16: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FLOAT16)
 def test_a_scaled_loss_keeps_gradients_that_float16_cannot_hold(model_folder: Path, name: str) -> None:
-    """Those of a mini-batch a million times as large, far below float16's smallest number. The loss that is logged
-    does not depend on the scale.
-    """
+    """Those of a mini-batch a million times as large. The loss that is logged does not depend on the scale."""
     sections = FLOAT16[name]
     if name == "distillation":
         sections = {"distillation": {"teacher": str(model_folder)}}
 
     def found(dtype: str, factor: int, scale: float | None = None) -> tuple[torch.Tensor, dict[str, float]]:
         learner = learner_of(model_folder, dtype, **sections)
-        if scale is not None:
-            learner.trained.scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
-            if learner.critic is not None and learner.critic.trained is not None:
-                learner.critic.trained.scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+        for trained in (learner.trained, learner.critic and learner.critic.trained):
+            if trained is not None and scale is not None:
+                trained.scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
         sequences = [replace(x, reward=n % 3 - 0.7, pair=n // 2) for n, x in enumerate(random_sequences(12))]
         sequences = [x for x in sequences if x.mask.any()] if name == "pairs" else sequences
         (mini,) = learner.prepare(sequences[:8])

@@ -1,11 +1,7 @@
-"""Every loss of the learner: gradient and metrics of an update against the formulas, spelled out in float64.
-
-Sequences are packed, in any order and split, and share prompts; the oracle takes them one by one.
-"""
+"""Every loss of the learner: gradient and metrics of an update against the formulas in float64, one by one."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,9 +144,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
-def test_distillation_is_its_paper_and_what_trl_computes(
-    model_folder: Path, teacher: Path, model: Any, beta: float
-) -> None:
+def test_distillation_is_its_paper(model_folder: Path, teacher: Path, model: Any, beta: float) -> None:
     sections = {"distillation": {"teacher": str(teacher), "beta": beta}, "rollout": {"temperature": 0.7}}
     learner = learner_of(model_folder, **sections, optimizer={"token_budget": 40})
     sequences, tutor = random_sequences(10), longhand.model_at(teacher, 1.1)
@@ -166,21 +160,15 @@ def test_distillation_is_its_paper_and_what_trl_computes(
     assert_same_gradients(gradients, gradients_of(model, loss), 1e-4)
     assert learner.reference is not None
     assert all(parameter.grad is None for parameter in learner.reference.model.parameters())
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed")
-    labels = torch.zeros(len(own), dtype=torch.int64)
-    options = {"beta": beta, "temperature": 0.7, "num_items_in_batch": len(own)}
-    trl = gkd.GKDTrainer.generalized_jsd_loss(own.detach(), theirs, labels, **options)
-    assert float(trl) == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_value_loss_is_its_paper(clip: float | None) -> None:
     """A masked position may hold anything. A token is counted where the clip, and not rounding, stopped it."""
     generator = torch.Generator().manual_seed(0)
-    values, returns = torch.randn(2, 300, generator=generator)
-    old = values + 0.3 * torch.randn(300, generator=generator)
-    mask = torch.rand(300, generator=generator) < 0.8
+    values, returns, noise = torch.randn(3, 20000, generator=generator)
+    old = values + torch.where(torch.arange(20000) % 2 == 0, 0.3 * noise, 0.1 * noise.clamp(-1.9, 1.9))
+    mask = torch.rand(20000, generator=generator) < 0.8
     values[~mask] = torch.nan
     found = value_loss(values.requires_grad_(), old, returns, mask, clip)
     exact = values.detach().double()[mask].requires_grad_()
@@ -192,15 +180,6 @@ def test_the_value_loss_is_its_paper(clip: float | None) -> None:
     torch.testing.assert_close(values.grad[mask].double(), exact.grad)
     is_stopped = (exact.grad == 0) & ((exact - old[mask].double()).abs() > 0.2)
     assert float(found.clipped) == (int(is_stopped.sum()) if clip else 0)
-
-
-def test_a_value_inside_the_clip_is_not_counted() -> None:
-    """There the two errors may differ by rounding."""
-    generator = torch.Generator().manual_seed(0)
-    noise, returns = torch.randn(2, 20000, generator=generator)
-    values = 0.05 * torch.randn(20000, generator=generator)
-    old = values + 0.1 * noise.clamp(-1.9, 1.9)
-    assert float(value_loss(values, old, returns, torch.ones(20000, dtype=torch.bool), 0.2).clipped) == 0
 
 
 def test_every_objective_of_the_table_updates(policy: Policy) -> None:

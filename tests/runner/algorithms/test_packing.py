@@ -39,11 +39,8 @@ def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tup
     found: list[int] = []
     for batch in batches:
         assert 0 < batch.n_positions <= budget
-        assert (batch.cu_seqlens.dtype, batch.input_ids.dtype, batch.mask.dtype) == (
-            torch.int32,
-            torch.int64,
-            torch.bool,
-        )
+        dtypes = (batch.cu_seqlens.dtype, batch.input_ids.dtype, batch.mask.dtype)
+        assert dtypes == (torch.int32, torch.int64, torch.bool)
         live = batch.target_ids[batch.mask]
         found += live.tolist()
         assert torch.equal(batch.advantages[batch.mask], live.float())
@@ -60,6 +57,8 @@ def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tup
     expected = [int(token) for s in sequences for token, live in zip(s.token_ids[1:], s.mask[1:], strict=True) if live]
     assert sorted(found) == sorted(expected)
     assert count_training_tokens(sequences) == len(expected)
+    packed = sorted(index for batch in batches for index in batch.sequence_ids.tolist())
+    assert packed == [index for index, sequence in enumerate(sequences) if sequence.mask[1:].any()]
 
 
 @settings(max_examples=50)
@@ -84,15 +83,6 @@ def test_micro_batches_are_filled_while_responses_grow(median: int, sigma: float
     assert len(bins) <= 1 + math.ceil(sum(lengths.values()) / 22528)  # of what nothing can do with fewer than
     full = bins if len(bins) > 20 else bins[:-1]  # of few, the last one holds what is left over
     assert sum(lengths[i] for bin_ in full for i in bin_) / (22528 * len(full)) >= 0.95
-
-
-def test_sequences_without_a_training_token_are_left_out() -> None:
-    dead = make_sequence(2, 3, first_token=100)
-    dead = replace(dead, mask=torch.zeros_like(dead.mask))
-    batches = pack([dead, make_sequence(2, 3)], 100)
-    assert [batch.sequence_ids.tolist() for batch in batches] == [[1]]
-    assert pack([dead], 100) == []
-    assert pack([], 100) == []
 
 
 def test_too_long_is_an_error() -> None:

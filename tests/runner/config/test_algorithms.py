@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
 from refusals import refused
-from small import small_recipe, write_recipe
-from test_train import Notes
+from small import Dapo, Notes, small_recipe, write_recipe
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.cli import main
 from dapo_runner.config import (
     AdvantageConfig,
     Config,
@@ -92,31 +89,28 @@ def test_no_algorithm_is_dapo() -> None:
     ("overrides", "expected"),
     [
         (
-            "algorithm=grpo loss.overrides.clip_high=0.3 loss.overrides.kl_coef=0.04 rollout.group_size=8 "
-            "sampler.filter_groups=true optimizer.mini_batch_size=128 run.seed=3",
-            {"loss.overrides.clip_high": "0.3", "sampler.filter_groups": "true", "optimizer.mini_batch_size": "128"},
+            "algorithm=grpo loss.overrides.clip_high=0.3 sampler.filter_groups=true optimizer.mini_batch_size=128",
+            "loss.overrides.clip_high=0.3 sampler.filter_groups=true optimizer.mini_batch_size=128",
         ),
-        (
-            "algorithm=rloo loss.objective=ppo advantage.kind=group_mean",
-            {"loss.objective": "ppo", "advantage.kind": "group_mean"},
-        ),
-        ("algorithm=grpo advantage.segments.kind=chain", {"advantage.segments": "a section"}),
-        ("algorithm=spo_chain advantage.segments=null", {"advantage.segments": "null"}),
+        # What the algorithm sets as well, and what no algorithm decides.
+        ("algorithm=grpo loss.overrides.kl_coef=0.04 rollout.group_size=8 run.seed=3", ""),
+        ("algorithm=rloo loss.objective=ppo advantage.kind=group_mean", "loss.objective=ppo advantage.kind=group_mean"),
+        ("algorithm=grpo advantage.segments={kind:\\schain}", "advantage.segments=a\\ssection"),
+        ("algorithm=spo_chain advantage.segments=null", "advantage.segments=null"),
         (
             "algorithm=spo_chain advantage.segments.mask=false advantage.segments.interval=1",
-            {"advantage.segments.mask": "false", "advantage.segments.interval": "1"},
+            "advantage.segments.mask=false advantage.segments.interval=1",
         ),
-        ("algorithm=grpo rollout.correction.weights=token", {"rollout.correction.weights": "token"}),
-        ("algorithm=cispo reward.parts=[{use:\xa0integer}]".replace("\xa0", " "), {}),
+        ("algorithm=grpo rollout.correction.weights=token", "rollout.correction.weights=token"),
+        ("algorithm=cispo reward.parts=[{use:\\sinteger}]", ""),
     ],
 )
 def test_a_recipe_wins_over_its_algorithm_and_the_departures_are_listed(
-    overrides: str, expected: dict[str, str], tmp_path: Path
+    overrides: str, expected: str, tmp_path: Path
 ) -> None:
-    words = re.findall(r"\S+=(?:\[.*\]|\S+)", overrides)
-    config = config_of(*words)
-    found = dict(text.split(" (")[0].split("=", 1) for text in departures(config))
-    assert found == expected
+    config = config_of(*(word.replace("\\s", " ") for word in overrides.split()))
+    found = {text.split(" (")[0] for text in departures(config)}
+    assert found == {word.replace("\\s", " ") for word in expected.split()}
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
@@ -144,20 +138,17 @@ def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:
 
 @pytest.mark.parametrize(("name", "near"), [("DAPPO", "dapo"), ("dr-grpo", "dr_grpo"), ("7", "7")])
 def test_an_unknown_name_is_refused_in_one_line(name: str, near: str) -> None:
-    with refused("algorithm") as caught:
+    with refused("algorithm", parts=[near]) as caught:
         config_of(f"algorithm={name}")
-    assert near in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_logs_its_algorithm_and_stays_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, notes = write_recipe(tmp_path, steps=1, eval_every=0), Notes()
+def test_a_run_logs_its_algorithm_and_stays_that_run(tmp_path: Path, dapo: Dapo) -> None:
+    recipe, notes, departure = write_recipe(tmp_path, steps=1, eval_every=0), Notes(), "optimizer.mini_batch_size=8"
     folder = train(load_config(recipe, ["algorithm=grpo"]), notes)
-    assert any(ALGORITHMS["grpo"].paper in line for line in notes.lines)
-    assert main(["train", str(recipe), "algorithm=grpo", "--dry-run"]) == 0
-    departure = "optimizer.mini_batch_size=8"
-    assert any(departure in line for line in notes.lines)
-    assert departure in " ".join(capsys.readouterr().out.split())
+    for part in (ALGORITHMS["grpo"].paper, departure):
+        assert any(part in line for line in notes.lines)
+    assert departure in " ".join(dapo("train", recipe, "algorithm=grpo", "--dry-run").split())
     spelled = ["loss.objective=grpo", "sampler.filter_groups=false", "reward.overlong.soft_punishment=false"]
     (change,) = check_same_run(load_config(recipe, spelled), folder)
     assert change.key == "algorithm"  # a name; the run is the same

@@ -23,16 +23,13 @@ ROUTED = "loss.routing_replay=true model={path: m, tiny: null} optimizer.mini_ba
 VLLM, SERVER = "rollout.engine=vllm", "rollout.engine=server"
 REFUSED = [  # overrides, the setting that is named, what else the message has
     ("optimizer.lrr=1", "optimizer.lrr", "'lr'", "warmup_steps"),
-    ("optimiser.lr=1", "optimiser", "'optimizer'", "evaluation"),
     ("model.tiny.layer=3", "model.tiny.layer", "'layers'"),
     ("clip_high=3", "clip_high", "'loss.overrides.clip_high'"),
     ("optimizer.lr=fast", "optimizer.lr", "'fast'"),
     ("optimizer.lr=0", "optimizer.lr", "0"),
-    ("optimizer.lr=-1", "optimizer.lr", "-1"),
     ("optimizer.lr=.nan", "optimizer.lr", "nan"),
     ("rollout.group_size=25e-1", "rollout.group_size", "2.5"),
     ("run.steps=1e3x", "run.steps", "'1e3x'"),
-    ("run.steps=off", "run.steps", "'off'"),
     ("run.steps=1e999", "run.steps", "inf"),
     ("run.from=here", "run.from", "RUN@STEP"),
     ("run.early_stop={patience: null}", "run.early_stop.patience", "target"),
@@ -72,10 +69,8 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     ("reward={kind: judge, judge: {model: m, url: x}}", "reward.judge.url", "x"),
     ("reward={kind: judge, judge: {model: m, template: '{response}?'}}", "reward.judge.template", "{reference}"),
     ("reward={kind: judge, judge: {model: m, answers: ['Yes', 'yes']}}", "reward.judge.answers", "Yes"),
-    ("reward={kind: judge, judge: {modle: m}}", "reward.judge.modle", "'model'"),
     ("sampler.filter_on=rewards", "sampler.filter_on", "'correctness'", "'reward'"),
     ("sampler.filter_on=reward sampler.filter_groups=false", "sampler.filter_on", "sampler.filter_groups"),
-    ("algorithm=grpo sampler.filter_on=reward", "sampler.filter_on", "sampler.filter_groups"),
     ("sampler.oversample=2", "sampler.oversample", "rollout.engine=server"),
     (f"{SERVER} sampler.max_age=0 rollout.max_staleness=1 rollout.correction.weights=token", "sampler.max_age", "1"),
     ("optimizer.mini_batch_size=100", "optimizer.mini_batch_size", "512", "100"),
@@ -94,14 +89,14 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     (f"{SERVER} rollout.sampling_mask=true rollout.top_p=0.9", "rollout.sampling_mask", "rollout.engine"),
     (f"{VLLM} rollout.sampling_mask=true rollout.top_p=0.9", "rollout.top_k", "rollout.sampling_mask"),
     ("rollout.sampling_mask=true", "rollout.sampling_mask", "rollout.top_p"),
+    (f"{PAIRS} rollout.top_p=0.9 rollout.sampling_mask=true", "preference", "rollout.sampling_mask"),
+    ("rollout.top_k=5 rollout.correction.mask=token", "rollout.sampling_mask", "correction"),
     ("rollout.top_p=0.9 rollout.max_mismatch_kl=1", "rollout.sampling_mask", "max_mismatch_kl"),
     ("loss.routing_replay=trainer model={path: m} optimizer.mini_batch_size=null", "loss.routing_replay", "trainer"),
     (f"loss.routing_replay=engine model={{path: m, tiny: null}} {SERVER}", "loss.routing_replay", "server"),
     ("rollout.correction.mask=token loss.old_logprobs=rollout", "rollout.correction", "loss.old_logprobs"),
     ("rollout.correction.cap=3", "rollout.correction.cap", "weights"),
-    ("rollout.correction={floor: 0.5, mask: token}", "rollout.correction.floor", "weights"),
     ("rollout.correction.lower_bound=0.6", "rollout.correction.lower_bound", "mask"),
-    ("rollout.correction={bound: 3, weights: token}", "rollout.correction.bound", "mask"),
     ("optimizer.min_lr_ratio=0.1", "optimizer.min_lr_ratio", "optimizer.schedule"),
     ("optimizer.offload=true model.dtype=float16", "optimizer.offload", "model.dtype"),
     ("algorithm=on_policy_distillation", "distillation.teacher"),
@@ -126,10 +121,8 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     ("advantage.kind=magic", "advantage.kind", "module:function", "magic"),
     ("advantage.turn_gamma=0.9", "advantage.turn_gamma", "env"),
     ("advantage.gamma=0.9", "advantage.gamma", "advantage.kind"),
-    ("advantage.kind=returns advantage.lam=0.9", "advantage.lam", "advantage.kind=gae"),
     ("advantage.kind=gae", "critic", "null"),
     ("critic={}", "critic", "advantage.kind=gae"),
-    ("advantage.kind=returns critic={}", "critic", "advantage.kind=gae"),
     (f"{GAE} critic.coef=0.5", "critic.coef", "critic.share_trunk"),
     (f"{GAE} critic.share_trunk=true critic.lr=1e-3", "critic.lr", "critic.share_trunk"),
     (f"{GAE} critic.share_trunk=true parallel.gpus=2 parallel.sequence=2", "critic.share_trunk", "parallel.sequence"),
@@ -140,7 +133,6 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     ("env.tools=[search]", "env.tools", "module:name", "search"),
     ("advantage.segments.kind=chains", "advantage.segments.kind", "'tree'", "'chains'"),
     (f"{CHAIN} advantage.segments.tokens=30", "advantage.segments.tokens", "kind=tree"),
-    (f"{CHAIN} advantage.segments.per_step=3", "advantage.segments.per_step", "kind=tree"),
     (f"{CHAIN} rollout.stop=[.]", "advantage.segments", "rollout.stop"),
     (f"{CHAIN} reward.calls.max_failed=0.1", "advantage.segments", "reward.calls.max_failed", "0.1"),
     (f"{CHAIN} advantage.kind=group_mean", "advantage.segments", "advantage.kind", "group_mean"),
@@ -160,29 +152,16 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
 ]  # fmt: skip
 
 
-def words_of(overrides: str) -> list[str]:
-    """Split at spaces, but not inside of brackets."""
-    words, depth = [""], 0
-    for letter in overrides:
-        depth += (letter in "[{") - (letter in "]}")
-        if letter == " " and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return words
-
-
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[0])
 def test_a_mistake_names_its_setting(tmp_path: Path, row: tuple[str, ...]) -> None:
     overrides, key, *parts = row
-    with refused(key) as caught:
-        load(tmp_path, *words_of(overrides))
-    assert [part for part in parts if part not in str(caught.value)] == []
+    with refused(key, parts=parts):
+        load(tmp_path, overrides)
 
 
 def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "optimizer.lrr=1", "run.stepz=3", "rollout.top_p=2")
+        load(tmp_path, "optimizer.lrr=1 run.stepz=3 rollout.top_p=2")
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -211,9 +190,8 @@ def test_advantages_that_differ_within_a_response_require_an_objective_of_tokens
     for name in ("ppo", "gspo_token"):
         assert resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
     for name in ("gspo", "gmpo", "vespo"):
-        with refused("loss.objective") as caught:
+        with refused("loss.objective", parts=[f"advantage.{next(iter(advantage))}"]):
             resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
-        assert f"advantage.{next(iter(advantage))}" in str(caught.value)
 
 
 def test_a_reference_has_a_use() -> None:

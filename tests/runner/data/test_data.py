@@ -15,31 +15,37 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError
-from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
+from dapo_runner.data.arithmetic import split_problems
 from dapo_runner.data.dataset import (
     CONFLICTING,
     DUPLICATES,
     IN_HELDOUT,
     RECIPE_OPENING,
+    DataReport,
     Dataset,
     PromptCursor,
     apply_template,
+    clean,
     load_data,
 )
-from dapo_runner.data.reading import missing_data, read_problems
+from dapo_runner.data.reading import Problem, missing_data, read_problems
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
 
 ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
 COLUMNS = {"prompt": "q", "answer": "a"}
-SYSTEM, LETTERED = (("system", "S"),), "?\nA. x\nB. y"
+SYSTEM, TALK, LETTERED = ["system: S"], ["system: S", "user: a", "assistant: b"], "?\nA. x\nB. y"
+CHOICES: dict[str, Any] = {"choices": "o"}
 
 
-def dapo_row(question: str, answer: Any, system: str | None = None) -> dict[str, Any]:
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": question})
+def turns(*texts: str) -> list[dict[str, str]]:
+    """Messages, each `role: content`."""
+    return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
+
+
+def dapo_row(question: str, answer: Any, *before: str) -> dict[str, Any]:
     truth = {"ground_truth": answer, "style": "rule"}
-    return {"data_source": "made-up", "prompt": messages, "reward_model": truth, "extra_info": {"index": 0}}
+    return {"data_source": "made-up", "prompt": turns(*before, f"user: {question}"), "reward_model": truth}
 
 
 def gsm8k_row(question: str, answer: str) -> dict[str, str]:
@@ -49,11 +55,8 @@ def gsm8k_row(question: str, answer: str) -> dict[str, str]:
 def config_of(path: Path | str, rows: list[dict[str, Any]] | None = None, limit: int = 64, **data: Any) -> Config:
     if rows is not None:
         write_rows(path, rows)
-    sections = {
-        "data": {"format": "auto", "path": path, "eval_size": 0, **data},
-        "rollout": {"max_prompt_tokens": limit},
-    }
-    return make_config(optimizer={"token_budget": 4096}, **sections)
+    data = {"format": "auto", "path": path, "eval_size": 0, **data}
+    return make_config(optimizer={"token_budget": 4096}, data=data, rollout={"max_prompt_tokens": limit})
 
 
 def load(path: Path | str, rows: list[dict[str, Any]] | None = None, **data: Any) -> Dataset:
@@ -85,35 +88,23 @@ def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) 
     ("row", "named", "context", "question", "answer"),
     [
         ({"q": " Hi ", "a": 5}, {}, SYSTEM, "Hi", "5"),
-        ({"q": [{"role": "user", "content": "Hi"}], "a": 0.5}, {}, SYSTEM, "Hi", "0.5"),
-        (
-            {"q": [{"role": "system", "content": "own"}, {"role": "user", "content": "Hi"}], "a": {"k": "é"}},
-            {},
-            (("system", "own"),),
-            "Hi",
-            '{"k": "é"}',
-        ),
-        (
-            {"q": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
-                   {"role": "user", "content": "c"}], "a": [1, "a"]},
-            {},
-            (("system", "S"), ("user", "a"), ("assistant", "b")),
-            "c",
-            '[1, "a"]',
-        ),
-        ({"q": "?", "o": ["x", "y"], "a": 1}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": ["x", "y"], "a": "B"}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": ["x", "y"], "a": "y"}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": {"text": ["x", "y"], "label": ["1", "2"]}, "a": "2"}, {"choices": "o"}, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": ["x", "y"], "a": 1}, {"choices": "o", "answer": None}, SYSTEM, LETTERED, ""),
+        ({"q": turns("user: Hi"), "a": 0.5}, {}, SYSTEM, "Hi", "0.5"),
+        ({"q": turns("system: own", "user: Hi"), "a": {"k": "é"}}, {}, ["system: own"], "Hi", '{"k": "é"}'),
+        ({"q": turns("user: a", "assistant: b", "user: c"), "a": [1, "a"]}, {}, TALK, "c", '[1, "a"]'),
+        ({"q": "?", "o": ["x", "y"], "a": 1}, CHOICES, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": "B"}, CHOICES, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": "y"}, CHOICES, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": {"text": ["x", "y"], "label": ["1", "2"]}, "a": "2"}, CHOICES, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": 1}, CHOICES | {"answer": None}, SYSTEM, LETTERED, ""),
     ],
-)  # fmt: skip
+)
 def test_a_row_becomes_a_problem(
-    tmp_path: Path, row: dict[str, Any], named: dict[str, Any], context: Any, question: str, answer: str
+    tmp_path: Path, row: dict[str, Any], named: dict[str, Any], context: list[str], question: str, answer: str
 ) -> None:
     path, columns = write_rows(tmp_path / "d.jsonl", [row]), ColumnsConfig.model_validate({**COLUMNS, **named})
     (problem,) = read_problems(path, columns=columns, system="S")
-    assert (problem.context, problem.question, problem.answer) == (context, question, answer)
+    assert [f"{role}: {text}" for role, text in problem.context] == context
+    assert (problem.question, problem.answer) == (question, answer)
 
 
 def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
@@ -129,33 +120,30 @@ def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
     assert answers({"q": "Which?", "a": "(B) y"}) == ["(B) y"]
 
 
-BAD_ROWS = [  # row, what the message has
-    ({"a": "1", "b": 2}, ["'q'", "a, b"]),
-    ({"q": "?"}, ["'a'", "q"]),
-    ({"q": "?", "a": None}, ["answer"]),
-    ({"q": "?", "a": " "}, ["answer"]),
-    ({"q": 3, "a": "1"}, ["prompt"]),
-    ({"q": [], "a": "1"}, ["prompt"]),
-    ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, ["prompt"]),
-    ({"q": [{"role": "assistant", "content": "x"}], "a": "1"}, ["user"]),
-    ({"q": "?", "a": "W", "o": ["x", "y"]}, ["'W'"]),
-    ({"q": "?", "a": "A", "o": ["x"]}, ["data.columns.choices=o"]),
-    ({"q": "?", "a": "A", "o": "x, y"}, ["data.columns.choices=o"]),
-    ({"text": 1}, ["{'text'"]),
-    ({"question": "a", "answer": "12"}, ["#### n"]),
-    ({"prompt": "a", "reward_model": {}}, ["ground_truth"]),
-    (dapo_row("a", ""), ["ground_truth"]),
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
+    ({"a": "1", "b": 2}, "'q' a, b"),
+    ({"q": "?"}, "'a' q"),
+    ({"q": "?", "a": None}, "answer"),
+    ({"q": "?", "a": " "}, "answer"),
+    ({"q": 3, "a": "1"}, "prompt"),
+    ({"q": [], "a": "1"}, "prompt"),
+    ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, "prompt"),
+    ({"q": turns("assistant: x"), "a": "1"}, "user"),
+    ({"q": "?", "a": "W", "o": ["x", "y"]}, "'W'"),
+    ({"q": "?", "a": "A", "o": ["x"]}, "data.columns.choices=o"),
+    ({"q": "?", "a": "A", "o": "x, y"}, "data.columns.choices=o"),
+    ({"text": 1}, "{'text'"),
+    ({"question": "a", "answer": "12"}, "####"),
+    (dapo_row("a", ""), "ground_truth"),
 ]
 
 
 @pytest.mark.parametrize(("row", "parts"), BAD_ROWS, ids=str)
-def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], parts: list[str]) -> None:
-    named = {"columns": {**COLUMNS, **({"choices": "o"} if "o" in row else {})}}
-    has_columns = row.keys() <= {"q", "a", "o", "b"}
-    good = {"q": "!", "a": "1", "o": ["1", "2"]} if has_columns else gsm8k_row("a", "1")
-    with refused("data.columns") as caught:
-        load(tmp_path / "d.jsonl", [good, row], **(named if has_columns else {}))
-    assert [part for part in ("d.jsonl", "row 2", *parts) if part not in str(caught.value)] == []
+def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], parts: str) -> None:
+    columns = COLUMNS | (CHOICES if "o" in row else {}) if row.keys() <= {"q", "a", "o", "b"} else None
+    good = {"q": "!", "a": "1", "o": ["1", "2"]} if columns else gsm8k_row("a", "1")
+    with refused("data.columns", parts=["d.jsonl", "row 2", *parts.split(" ", 1)]):
+        load(tmp_path / "d.jsonl", [good, row], columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +155,8 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], p
     ],
 )
 def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
-    path = tmp_path / name
-    path.write_text(content, encoding="utf-8", newline="")
-    assert missing_data(path) is None
-    prompts = load(path, columns=COLUMNS).train
+    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+    prompts = load(tmp_path / name, columns=COLUMNS).train
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [("Why?", "1, 2"), ("Wö\n?", "3")]
 
 
@@ -178,12 +164,11 @@ def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
     ("name", "content", "place"),
     [
         ("d.jsonl", "{oops", "line 1"),
-        ("d.jsonl", "[1]", "line 1"),
-        ("d.json", "[{", ""),
-        ("d.json", "[1]", ""),
+        ("d.json", "[{", "d.json"),
+        ("d.json", "[1]", "d.json"),
         ("d.csv", "q,a\n1,2,3\n", "line 2"),
         ("d.csv", "q,a\n1\n", "line 2"),
-        ("d.csv", 'q,a\n"1,2\n', ""),
+        ("d.csv", 'q,a\n"1,2\n', "d.csv"),
         ("d.jsonl", "", "data.path"),
         ("missing.jsonl", None, "data.path"),
         ("d.txt", "q", "data.path"),
@@ -192,9 +177,8 @@ def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | None, place: str) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=place) as caught:
         load(tmp_path / name, columns=COLUMNS)
-    assert place in str(caught.value)
     assert name in str(caught.value) or content == ""
 
 
@@ -238,33 +222,39 @@ def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is left out
 
 
-def test_repeated_conflicting_and_long_rows_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [dapo_row("a b", "1"), dapo_row("a  b\n", "1"), dapo_row("c", "2"), dapo_row("a b", 1)]
-    rows += [dapo_row("d", "1"), dapo_row("d", "2"), dapo_row("d", "1")]
+Rows = list[tuple[str, int]]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a b", "a  b\n", "c", "d", "e"]), st.integers(1, 2))), st.integers(1, 4))
+def test_repeated_and_conflicting_rows_are_left_out_and_counted(rows: Rows, limit: int) -> None:
+    """A limit counts problems, not rows: the hub's copy of DAPO-Math-17k repeats every row some hundred times."""
+    for most in (None, limit):
+        answers: dict[str, list[int]] = {}
+        for question, answer in rows:
+            key = " ".join(question.split())
+            if key not in answers and sum(len(set(given)) == 1 for given in answers.values()) == most:
+                break  # what was read, not the whole file
+            answers.setdefault(key, []).append(answer)
+        kept = [key for key, given in answers.items() if len(set(given)) == 1]
+        lost = sum(len(given) for key, given in answers.items() if key not in kept)
+        found = clean((Problem(question, str(answer), "") for question, answer in rows), report := DataReport(), most)
+        assert [" ".join(problem.question.split()) for problem in found] == kept
+        n_read = sum(map(len, answers.values()))
+        assert (report["rows"], report[CONFLICTING], report[DUPLICATES]) == (n_read, lost, n_read - lost - len(kept))
+
+
+def test_long_prompts_are_left_out_and_every_row_is_counted(tmp_path: Path) -> None:
+    rows = [dapo_row("a", "1"), dapo_row("a", 1), dapo_row("d", "1"), dapo_row("d", "2"), dapo_row("e", "2")]
     rows += [dapo_row("x" * 19, "1"), dapo_row("y" * 20, "1")]  # one token more for the beginning
-    config = config_of(tmp_path / "d.jsonl", rows, limit=20, template="plain")
-    dataset = load_data(config, CharTokenizer())
-    assert texts_of(dataset) == ["a b", "c", "x" * 19]
+    dataset = load_data(config_of(tmp_path / "d.jsonl", rows, 20, template="plain"), CharTokenizer())
     report = dataset.report
-    assert (report["rows"], report[DUPLICATES], report[CONFLICTING]) == (9, 2, 3)
-    assert report["longer than rollout.max_prompt_tokens"] == 1
+    assert texts_of(dataset) == ["a", "e", "x" * 19]
+    assert (report["rows"], report["longer than rollout.max_prompt_tokens"]) == (7, 1)
     assert report.total() == 2 * report["rows"]
-    assert f"3 {CONFLICTING}" in report.describe()
-
-
-@pytest.mark.parametrize("order", ["each at a time", "over and over"])
-def test_a_limit_counts_problems_not_rows(tmp_path: Path, order: str) -> None:
-    """The hub's copy of DAPO-Math-17k repeats every row some hundred times."""
-    names = [f"q{i}" for i in range(30)]
-    repeated = [name for name in names for _ in range(20)] if order == "each at a time" else names * 20
-    rows = [dapo_row("a", "1"), dapo_row("a", "2"), *(dapo_row(name, "1") for name in repeated)]  # a: conflicting
-    dataset = load(tmp_path / "d.jsonl", rows, limit=64, template="plain")
-    assert texts_of(dataset) == names
-    config = config_of(tmp_path / "d.jsonl", template="plain")
-    few = load_data(config.model_copy(update={"data": config.data.model_copy(update={"limit": 10})}), CharTokenizer())
-    assert texts_of(few) == names[:10]
-    report = few.report
-    assert report["rows"] == report[DUPLICATES] + report[CONFLICTING] + 10  # what was read: not the whole file
+    assert f"2 {CONFLICTING}" in report.describe()
+    config = config_of(tmp_path / "d.jsonl", template="plain").data.model_copy(update={"limit": 1})
+    few = load_data(make_config().model_copy(update={"data": config}), CharTokenizer())
+    assert texts_of(few) == ["a"]
 
 
 def test_heldout_problems_never_train(tmp_path: Path) -> None:
@@ -273,14 +263,14 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     one = write_rows(tmp_path / "e.jsonl", [gsm8k_row(f"{i}  + {i}?", str(2 * i)) for i in range(5)])
     two = write_rows(tmp_path / "o.parquet", [{"q": f"{i} + {i}?", "a": f"{2 * i}"} for i in (5, 5, 9, 11)])
     sets = {"gsm": {"path": one, "limit": 4}, "own": {"path": two, "columns": COLUMNS}}
-    config = config_of(tmp_path / "t.jsonl", wrapped, limit=1000, eval=sets, template="dapo")
-    dataset = load_data(config, CharTokenizer())
+    dataset = load_data(
+        config_of(tmp_path / "t.jsonl", wrapped, limit=1000, eval=sets, template="dapo"), CharTokenizer()
+    )
     heldout = [(prompt.eval_set, prompt.answer) for prompt in dataset.heldout]
     assert heldout == [*(("gsm", str(2 * i)) for i in range(4)), ("own", "10"), ("own", "18"), ("own", "22")]
     assert [prompt.answer for prompt in dataset.train] == ["8", "12", "14"]
     report = dataset.report
     assert (report["rows"], report[IN_HELDOUT], report[DUPLICATES]) == (16, 5, 1)
-    assert report.total() == 2 * report["rows"]
     with refused("data.eval.own.path"):
         check_needs(config_of(tmp_path / "t.jsonl", eval={"own": {"path": "nowhere.jsonl"}}))
 
@@ -288,15 +278,14 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
 def test_heldout_problems_are_cut_from_the_training_file(tmp_path: Path) -> None:
     rows = [dapo_row(f"q{i}", str(i)) for i in range(50)]
     one, two = (load(tmp_path / "t.jsonl", rows, eval_size=10, template="plain") for _ in range(2))
-    assert (len(one.train), len(one.heldout)) == (40, 10)
-    assert {p.id for p in one.heldout}.isdisjoint(p.id for p in one.train)
+    assert len({p.id for p in (*one.train, *one.heldout)}) == len(one.train) + 10 == 50
     assert two.heldout == one.heldout
     with refused("data.eval_size"):
         load(tmp_path / "t.jsonl", rows, eval_size=50)
 
 
 def test_templates(tmp_path: Path) -> None:
-    rows = [dapo_row("Why?", "1", system="Be brief.")]
+    rows = [dapo_row("Why?", "1", "system: Be brief.")]
 
     def prompt(tokenizer: CharTokenizer, **data: Any) -> Any:
         return load_data(config_of(tmp_path / "d.jsonl", rows, template="plain", **data), tokenizer).train[0]
@@ -345,15 +334,6 @@ def test_every_epoch_and_every_seed_has_another_order_and_other_data_are_refused
 
 
 @pytest.mark.parametrize(
-    ("operator", "operands", "question", "answer"),
-    [("+", (17, 5), "17+5", "22"), ("-", (3, 5, 1), "3-5-1", "-3"), ("*", (2, 3, 4), "2*3*4", "24")],
-)
-def test_arithmetic_answers(operator: str, operands: tuple[int, ...], question: str, answer: str) -> None:
-    problem = ArithmeticProblem(operator, operands)
-    assert (problem.question, problem.answer) == (question, answer)
-
-
-@pytest.mark.parametrize(
     "settings",
     [
         {"operators": ["+"], "train_size": 3000},
@@ -382,8 +362,9 @@ def test_arithmetic_is_finite_and_becomes_prompts() -> None:
             split_problems(ArithmeticConfig(max_digits=1, **settings), heldout)
     train, _ = split_problems(ArithmeticConfig(max_digits=1, train_size=60), 10)
     assert {operand for problem in train for operand in problem.operands} == set(range(10))
-    config = make_config(data={"template": "{question}=", "arithmetic": {"train_size": 20}, "eval_size": 5})
+    tasks = {"operators": ["+", "-", "*"], "operands": 3, "max_digits": 2, "train_size": 20}
+    config = make_config(data={"template": "{question}=", "arithmetic": tasks, "eval_size": 5})
     dataset = load_data(config, CharTokenizer())
     assert (len(dataset.train), len(dataset.heldout)) == (20, 5)
-    left, right = dataset.train[0].text.removesuffix("=").split("+")
-    assert int(left) + int(right) == int(dataset.train[0].answer)
+    assert len({prompt.text.strip("0123456789=")[0] for prompt in dataset.train}) == 3
+    assert all(eval(prompt.text.removesuffix("=")) == int(prompt.answer) for prompt in dataset.train)

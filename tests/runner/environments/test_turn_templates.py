@@ -96,7 +96,7 @@ def turn_template(chat: bool, real: bool) -> TurnTemplate:
 
 
 @pytest.mark.parametrize(("chat", "real"), [(True, False), (False, False), (True, True)])
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=8).map("".join), min_size=1))
 def test_no_text_of_an_environment_is_a_special_token(chat: bool, real: bool, texts: list[str]) -> None:
     if real and not SMOLLM2.exists():

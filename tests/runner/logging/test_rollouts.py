@@ -14,12 +14,12 @@ import pytest
 import torch
 from builders import make_group, make_prompt, make_sample
 from rich.console import Console
+from small import Dapo
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
-from dapo_runner.cli import main
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig, SegmentsConfig
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog, read_step, saved_steps, token_texts
@@ -66,16 +66,14 @@ def test_everything_about_a_sample_comes_back(tmp_path: Path) -> None:
     json.dumps(saved.groups, allow_nan=False)
 
 
-@pytest.mark.parametrize(("limit", "names"), [(2, ["a", "b"]), (None, ["a", "b", "c"]), (0, None)])
+@pytest.mark.parametrize(("limit", "names"), [(2, ["a", "b"]), (None, ["a", "b", "c"]), (0, [])])
 def test_the_first_groups_are_saved_and_the_header_counts_all(
-    tmp_path: Path, limit: int | None, names: list[str] | None
+    tmp_path: Path, limit: int | None, names: list[str]
 ) -> None:
     write(open_log(tmp_path / "r", groups=limit), 1, GROUPS)
-    assert (tmp_path / "r").exists() == (names is not None)
-    if names is not None:
-        saved = read_step(saved_steps(tmp_path / "r")[1])
-        assert saved.n_groups == 3
-        assert [group["prompt"]["id"] for group in saved.groups] == names
+    assert (tmp_path / "r").exists() == bool(names)
+    for saved in [read_step(path) for path in saved_steps(tmp_path / "r").values()] if names else []:
+        assert (saved.n_groups, [group["prompt"]["id"] for group in saved.groups]) == (3, names)
 
 
 def test_the_oldest_steps_are_removed_and_that_is_noted_once(
@@ -136,8 +134,7 @@ def test_tokens_have_their_text_and_a_character_of_several_stands_with_its_last(
     of_bytes = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     for text in ("plain", "é 等 😀!", "\x1b[31m\n", "😀"):
         pieces = token_texts(of_bytes, of_bytes.encode(text))
-        assert len(pieces) == len(text.encode())
-        assert "".join(pieces) == text
+        assert (len(pieces), "".join(pieces)) == (len(text.encode()), text)
         assert all(len(piece) <= 1 for piece in pieces)
     half = of_bytes.encode("😀")[:3]
     assert token_texts(of_bytes, half) == [""] * 3  # a response that was cut
@@ -189,52 +186,50 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("arguments", SHOWN)
-def test_what_is_saved_is_shown(run: Path, arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(run), *arguments.split()]) == 0
-    out = capsys.readouterr().out
+def test_what_is_saved_is_shown(run: Path, arguments: str, dapo: Dapo) -> None:
+    out = dapo("show", run, *arguments.split())
     assert [part for part in SHOWN[arguments] if part not in out] == []
     assert "third" not in out
     assert "first" not in out or arguments == "--step 3"
 
 
-def test_segments_are_shown_with_the_values_at_their_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_segments_are_shown_with_the_values_at_their_ends(tmp_path: Path, dapo: Dapo) -> None:
     segments = (Segment(3, 0.25, 0.75, 0.5), Segment(1, 0.75, 0.75, 0.0, trains=False))
     groups = [Group(make_prompt(), (replace(make_sample(True), segments=segments),))]
     write(open_log(tmp_path / ROLLOUTS), 1, groups, AdvantageConfig(segments=SegmentsConfig(kind="chain")))
-    assert main(["show", str(tmp_path), "--step", "1"]) == 0
-    assert re.search(r"\+0\.25\D+0\.75\D+3\D+\(\+0\.75\D+0\.75\D+1\)", capsys.readouterr().out)
+    out = dapo("show", tmp_path, "--step", "1")
+    assert re.search(r"\+0\.25\D+0\.75\D+3\D+\(\+0\.75\D+0\.75\D+1\)", out)
 
 
-def test_json_is_what_was_saved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(run), "--step", "4", "--json"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_json_is_what_was_saved(run: Path, dapo: Dapo) -> None:
+    records = [json.loads(line) for line in dapo("show", run, "--step", "4", "--json").splitlines()]
     assert records == load_step(run, 4).groups
-    assert main(["show", str(run), "--step", "4", "--group", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == records[1]
+    assert json.loads(dapo("show", run, "--step", "4", "--group", "2", "--json")) == records[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ("--step 5", ["--step", "3", "4", "5"]),
-        ("--step 0", ["--step", "--eval"]),
-        ("--step 3 --group 3", ["--group", "1", "2", "3"]),
-        ("--step 3 --group 0", ["--group", "0"]),
-        ("--group 1", ["--step"]),
-        ("now", ["'now'"]),
-        ("/nowhere", ["/nowhere"]),
+        ("RUN --step 5", ["--step", "3", "4", "5"]),
+        ("RUN --step 0", ["--step", "--eval"]),
+        ("RUN --step 3 --group 3", ["--group", "1", "2", "3"]),
+        ("RUN --step 3 --group 0", ["--group", "0"]),
+        ("RUN --group 1", ["--step"]),
+        ("RUN now", ["'now'"]),
+        ("RUN /nowhere", ["/nowhere"]),
+        ("RUN/nowhere", ["no such folder"]),
     ],
 )
-def test_a_mistake_is_named(run: Path, arguments: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(run), *arguments.split()]) == 2
-    error = capsys.readouterr().err
-    assert [part for part in parts if part not in error] == []
+def test_a_mistake_is_named(run: Path, arguments: str, parts: list[str], dapo: Dapo) -> None:
+    dapo("show", *arguments.replace("RUN", str(run)).split(), code=2)
+    assert [part for part in parts if part not in dapo.err] == []
+
+
+def test_a_run_without_rollouts_is_named(tmp_path: Path, dapo: Dapo) -> None:
     for kind in ("eval", "step"):  # no step has finished; one has
-        MetricsLog(run / "empty" / METRICS_FILE).write(1, kind, {})
-        assert main(["show", str(run / "empty"), "--step", "1"]) == 2
-        assert ("logging.rollouts.groups" in capsys.readouterr().err) == (kind == "step")
-    assert main(["show", str(run / "nowhere")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+        MetricsLog(tmp_path / METRICS_FILE).write(1, kind, {})
+        dapo("show", tmp_path, "--step", "1", code=2)
+        assert ("logging.rollouts.groups" in dapo.err) == (kind == "step")
 
 
 class Keyboard(Console):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -58,6 +57,7 @@ def check_seeds(engine: Any) -> None:
     )
     assert first == again
     assert first != other
+    assert first[1:8] != other[:7]  # a seed and a sample are no sum
     assert len(set(map(tuple, first))) > 8  # neither samples nor equal prompts share their dice
 
 
@@ -89,5 +89,3 @@ def check_prefix(engine: Any) -> None:
     prefix = Prompt("prefix", (*asked.token_ids, *tokens[:4]), "", "")
     limits = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(n=2, temperature=0.0, max_tokens=2)]
     assert tokens_of(engine.generate([prefix, asked], limits)) == [tokens[4:], tokens[:2], tokens[:2]]
-    with pytest.raises(ValueError):  # noqa: PT011  # of zip
-        engine.generate([prefix, asked], limits[:1])

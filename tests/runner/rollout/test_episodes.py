@@ -14,24 +14,25 @@ from pathlib import Path
 from queue import Queue
 from types import MappingProxyType
 from typing import Any, ClassVar
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import talkers
 import torch
 from builders import backward, make_config, make_group, make_prompt, make_sample, pack_mini_batch
-from fake_server import FakeServer
+from contract import model_logprobs, tokens_of
+from fake_server import GENERATE
 from rich.console import Console
-from served import open_engine
+from served import Fleet
 from talkers import CHATML, chat_tokenizer
+from test_group_buffer import saved
 
 from dapo_kernels import dapo_loss
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner, step_metrics
-from dapo_runner.config import AdvantageConfig, Config, ConfigError, ModelConfig, RolloutLogConfig
+from dapo_runner.config import AdvantageConfig, Config, ModelConfig, RolloutLogConfig
 from dapo_runner.data.dataset import render
-from dapo_runner.environments.environment import Answer, Message
+from dapo_runner.environments.environment import Message
 from dapo_runner.environments.template import CUT
 from dapo_runner.environments.tools import MOST_CHARACTERS
 from dapo_runner.logging.metrics import batch_metrics
@@ -40,10 +41,9 @@ from dapo_runner.logging.show import page
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import BatchCall, Groups
-from dapo_runner.rollout.episodes import ANSWER, EpisodeError, EpisodeRunner, FailureError, _checked
+from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import (
     DEFAULT_OPTIONS,
     Completion,
@@ -140,10 +140,8 @@ def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> Non
         assert params.max_tokens == SAMPLING.max_tokens - len(asked.token_ids) + len(prompt.token_ids)
     assert len({params.seed for _, params in engine.asked}) == 6
     assert first.environment.heard == list(SPOKEN)
-    assert [(turn.finish_reason, turn.reward) for turn in first.turns] == [
-        *(("", None), ("stop", 0.25)) * 2,
-        *(("", None), ("done", 1.25)),
-    ]
+    assert [turn.finish_reason for turn in first.policy_turns] == ["stop", "stop", "done"]
+    assert [turn.reward for turn in first.turns] == [None, 0.25, None, 0.25, None, 1.25]
     assert first.environment_reward == 1.75
     assert first.text == second.text == "ab3"
     owned = [turn.role == "assistant" for turn in first.turns for _ in range(turn.start, turn.end)]
@@ -287,11 +285,6 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
         play(share - 1.5 / len(WAYS))  # one way that hangs does no longer
 
 
-def test_an_answer_of_a_wrong_form_is_shown_to_its_end() -> None:
-    with pytest.raises(FailureError, match=r"step.*0\.75"):
-        _checked(Answer, ("a long text" * 100, 0.75), ANSWER)
-
-
 class Foreign(talkers.Talker):
     """Speaks a letter that the tokenizer does not know."""
 
@@ -311,37 +304,28 @@ def test_an_engine_that_fails_closes_environments_once() -> None:
     Odd.closed = Queue()
     runner = EpisodeRunner(config_of(f"{__name__}:Odd"), tokenizer)
     assert Odd.closed.get(timeout=30)
+    engine, prompt = Scripted(tokenizer, SPOKEN, fails_at=1), prompt_of(tokenizer, way="fine", seen=[])
     with pytest.raises(IndexError):
-        runner(
-            Scripted(tokenizer, SPOKEN, fails_at=1),
-            [prompt_of(tokenizer, way="fine", seen=[])],
-            [replace(SAMPLING, n=3)],
-            DEFAULT_OPTIONS,
-        )
+        runner(engine, [prompt], [replace(SAMPLING, n=3)], DEFAULT_OPTIONS)
     assert [Odd.closed.get(timeout=30) for _ in range(3)] == ["fine"] * 3
     assert Odd.closed.empty()
 
 
 class Gated(talkers.Talker):
-    """Waits in ``reset`` until the gate is open."""
+    """Waits in ``reset`` for two others, and keeps how many are there at most."""
 
-    gate, counts = threading.Event(), MappingProxyType({"resets": 1})
+    gate, lock, counts = threading.Barrier(3), threading.Lock(), MappingProxyType({"resets": 1})
+    inside = most = 0
 
     def reset(self, row: Any) -> str | None:
+        with self.lock:
+            Gated.inside += 1
+            Gated.most = max(self.most, self.inside)
+        RELEASE.wait(0.1 * (self.inside == 3))  # in which a fourth would come
         self.gate.wait(30)
+        with self.lock:
+            Gated.inside -= 1
         return super().reset(row)
-
-
-class Counting(BatchCall):
-    """Keeps which threads were there before the first calls of environments and after, and opens their gate."""
-
-    threads: ClassVar[list[set[threading.Thread]]] = []
-
-    def is_ready(self, is_complete: bool) -> bool:
-        self.threads.append({*threading.enumerate()})
-        if len(self.threads) == 2:
-            Gated.gate.set()
-        return super().is_ready(is_complete)
 
 
 def test_calls_at_the_same_time_are_limited() -> None:
@@ -350,11 +334,10 @@ def test_calls_at_the_same_time_are_limited() -> None:
         Scripted(tokenizer, SPOKEN),
         EpisodeRunner(config_of(f"{__name__}:Gated", concurrency=3), tokenizer),
     )
-    engine.open_call = lambda _, wake, n: wake() or Counting(engine.generate)
     given = [prompt_of(tokenizer)], [replace(SAMPLING, n=12)], DEFAULT_OPTIONS
+    RELEASE.clear()
     runner(engine, *given)
-    before, after, *_ = Counting.threads
-    assert len(after - before) == 3
+    assert Gated.most == 3
     assert runner.take_counts()["resets"] == 12
     runner.uncounted()(engine, *given)
     assert not any(runner.take_counts().values())
@@ -382,10 +365,7 @@ def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policy
     assert sorted(one.environment_reward for one in run(f"{__name__}:Half")[0]) == [0.0, 0.5]
 
 
-def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`examples/scripts/grpo_2048.py` of TRL, commit f2cd577 (Apache License 2.0), unchanged."""
-    for name in ("datasets", "peft", "trl"):  # of its trainer
-        monkeypatch.setitem(sys.modules, name, MagicMock())
+def test_an_environment_and_a_reward_of_trl_run_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "environments"))
     tokenizer = chat_tokenizer(WITH_TOOLS)
     config = make_config(
@@ -505,40 +485,34 @@ def test_entropy_and_correction_are_of_the_policys_tokens(policy: Policy, model_
 
 
 def test_advantages_of_turns_are_those_written_out() -> None:
+    ends = (1, 3, 4, 6, 7, 9)
     samples = [
-        episode_of(torch.arange(3 * len(rewards)), sorted([*range(1, 9, 3), *range(3, 10, 3)])[: 2 * len(rewards)],
-                   rewards, penalty=-0.5)
+        episode_of(torch.arange(3 * len(rewards)), ends[: 2 * len(rewards)], rewards, penalty=-0.5)
         for rewards in ((1.0, 0.0, 2.0), (0.0, 3.0))
-    ]  # fmt: skip
+    ]
     group = replace(make_group("R"), samples=tuple(samples))
     first, second = make_sequences([group], AdvantageConfig(kind="group_mean", turn_gamma=0.5))
     # Returns: 1 + 0.5·(0 + 0.5·1.5) = 1.375, 0.75, 1.5 and 0 + 0.5·2.5 = 1.25, 2.5; the penalty is the last turn's.
     n = len(group.prompt.token_ids)
     assert first.advantages[n:][[1, 2, 4, 5, 7, 8]].tolist() == [0.0625, 0.0625, -0.875, -0.875, 0.0, 0.0]
     assert second.advantages[n:][[1, 2, 4, 5]].tolist() == [-0.0625, -0.0625, 0.875, 0.875]
-    with pytest.raises(ConfigError, match=r"^advantage\.turn_gamma"):  # without an environment
-        make_config(advantage={"turn_gamma": 0.5})
 
 
 def test_what_is_saved_and_shown_has_the_turns(tmp_path: Path) -> None:
     group = replace(score(run("Talker")[0]), prompt=make_prompt())
-    buffer, file = GroupBuffer(config_of("Talker")), io.BytesIO()
+    buffer = GroupBuffer(config_of("Talker"))
     buffer.groups = [group]
-    torch.save(buffer.state_dict(), file)
-    file.seek(0)
-    (loaded,) = torch.load(file, weights_only=True)["buffer"]
+    (loaded,) = saved(buffer.state_dict())["buffer"]
     assert loaded.samples[0].completion.turns == group.samples[0].completion.turns
     RolloutLog(tmp_path, RolloutLogConfig(), -1).write(1, [group], make_sequences([group], AdvantageConfig()))
-    saved = read_step(tmp_path / "step_000001.jsonl.gz")
-    record = saved.groups[0]["samples"][0]
+    step = read_step(tmp_path / "step_000001.jsonl.gz")
+    record = step.groups[0]["samples"][0]
     assert record["tokens"] == 12
-    assert [(turn["role"], turn["reward"]) for turn in record["turns"][:2]] == [
-        ("environment", None),
-        ("assistant", 0.25),
-    ]
+    assert [turn["role"] for turn in record["turns"][:2]] == ["environment", "assistant"]
+    assert [turn["reward"] for turn in record["turns"][:2]] == [None, 0.25]
     out = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
     out.input = lambda *_: "q"
-    page(saved, out)
+    page(step, out)
     shown = out.file.getvalue()
     assert "\x1b[90m<|im_start|>user" in shown
     assert "done +1.25" in shown
@@ -552,10 +526,9 @@ class Fickle(talkers.Talker):
         return said, reward, is_over or len(text) % 2 == 1
 
 
-def test_the_hf_engine_continues_the_cache_of_an_episode(model_folder: Path) -> None:
+def test_the_hf_engine_continues_the_cache_of_an_episode(engine: HFEngine) -> None:
     """Its log-probs are those of the whole episode read at once, and no token is computed twice."""
-    engine = HFEngine(load_model(model_folder, MODEL, torch.device("cpu"), "sdpa"), make_tokenizer(), 30)
-    engine.stop_ids = list(range(1, 5))  # turns of unlike lengths
+    engine.max_batch_sequences, engine.stop_ids = 30, list(range(1, 5))  # turns of unlike lengths
     computed = list[int]()
     embeddings = engine.model.get_input_embeddings()
     hook = embeddings.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape[1]))
@@ -567,28 +540,19 @@ def test_the_hf_engine_continues_the_cache_of_an_episode(model_folder: Path) -> 
     episodes = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
     assert {len(one.policy_turns) for _, one in episodes} == {1, 2, 3}
     for prompt, one in episodes:
-        ids = torch.tensor([*prompt.token_ids, *one.token_ids.tolist()])
-        with torch.no_grad():
-            logprobs = engine.model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-        own, expected = one.loss_mask, logprobs[len(prompt.token_ids) - 1 :]
+        own, expected = one.loss_mask, model_logprobs(engine.model, prompt, one)
         torch.testing.assert_close(one.logprobs[own], expected[own], atol=2e-4, rtol=1e-4)
 
 
-def test_servers_answer_turns_as_they_come(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> None:
-    engine, tokenizer = open_engine(model_folder, servers, tmp_path), make_tokenizer()
-    runner = EpisodeRunner(config_of("Talker", max_turn_tokens=5), tokenizer)
+def test_servers_answer_turns_as_they_come(model_fleet: Fleet) -> None:
+    engine = model_fleet.open()
+    runner = EpisodeRunner(config_of("Talker", max_turn_tokens=5), engine.tokenizer)
     prompts = [Prompt(str(i), (3 + i, 4), "", "7") for i in range(6)]
     sampling = [replace(SAMPLING, max_tokens=40, index=index) for index in range(6)]
-    try:
-        groups, again = (runner(engine, prompts, sampling, DEFAULT_OPTIONS) for _ in range(2))
-        episodes, repeated = ([one for group in found for one in group] for found in (groups, again))
-        assert [one.token_ids.tolist() for one in repeated] == [one.token_ids.tolist() for one in episodes]
-        assert [len(group) for group in groups] == [2] * 6
-        for one in episodes:
-            assert sum(span.length for span in one.versions) == one.length
-            assert {span.version for span in one.versions} == {1}
-        assert min(server.seen("/inference/v1/generate") for server in servers) > 5
-    finally:
-        engine.close()
-    for server in servers:
-        server.kill()
+    groups, again = (runner(engine, prompts, sampling, DEFAULT_OPTIONS) for _ in range(2))
+    assert tokens_of(again) == tokens_of(groups)
+    assert [len(group) for group in groups] == [2] * 6
+    for one in itertools.chain(*groups):
+        assert sum(span.length for span in one.versions) == one.length
+        assert {span.version for span in one.versions} == {1}
+    assert min(server.seen(GENERATE) for server in model_fleet.servers) > 5

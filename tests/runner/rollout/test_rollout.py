@@ -83,6 +83,8 @@ def test_tokens_do_not_depend_on_the_batching(engine: HFEngine, model_folder: Pa
     engine.max_batch_sequences = 4  # groups are cut in two
     apart = engine.generate(prompts, sampling)
     assert tokens_of(together) == tokens_of(apart)
+    with pytest.raises(ValueError):  # noqa: PT011  # of zip
+        engine.generate(prompts, [sampling])
     for one, other in zip(chain(*together), chain(*apart), strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
 

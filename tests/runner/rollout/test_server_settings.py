@@ -13,7 +13,6 @@ from dapo_runner.config import ConfigError
 from dapo_runner.parallel.world import Layout
 from dapo_runner.preflight.needs import check_needs
 
-
 NO_ADDRESSES = ["localhost:8000", "http://a:99999", "http://a:0", "http://a b:1", "http://a..b:1", "http://a:1#b"]
 NO_ADDRESSES += ["http://[::1:8000", "http://me:s3cret@a:1"]
 

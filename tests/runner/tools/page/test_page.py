@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from hostile import IMAGE, SCRIPT, STEPS, log_metrics, write_rollouts, write_run
+from small import Dapo
 
 from dapo_runner.cli import main
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
@@ -42,8 +43,8 @@ def data_of(page: str) -> Any:
     return json.loads(scripts_of(page)[0][1])
 
 
-def test_a_file_holds_curves_and_rollouts(run: Path) -> None:
-    assert main(["report", str(run), "--html"]) == 0
+def test_a_file_holds_curves_and_rollouts(run: Path, dapo: Dapo) -> None:
+    dapo("report", run, "--html")
     data = data_of((run / "report.html").read_text())
     assert [panel["title"] for panel in data["panels"]] == ["Reward", "Entropy", "Dynamic sampling"]  # what it logs
     drawn = {curve["key"] for panel in data["panels"] for curve in panel["curves"]}
@@ -53,6 +54,9 @@ def test_a_file_holds_curves_and_rollouts(run: Path) -> None:
     assert (shown["name"], shown["steps"], shown["saved"], data["live"]) == ("a", list(STEPS), 2, False)
     for step, path in saved_steps(run / ROLLOUTS).items():
         assert gzip.decompress(base64.b64decode(shown["rollouts"][str(step)])) == gzip.decompress(path.read_bytes())
+    room = sum(path.stat().st_size for path in saved_steps(run / ROLLOUTS).values()) - 1
+    (shown,) = data_of(write_page([run], max_mb=room / 1e6).read_text())["runs"]
+    assert (shown["steps"], shown["saved"]) == ([STEPS[-1]], 2)
 
 
 def test_nothing_hostile_stands_in_the_file(tmp_path: Path) -> None:
@@ -87,26 +91,16 @@ def test_what_has_no_room_is_left_out_evenly(room: int, steps: list[int]) -> Non
     assert spread_steps(dict.fromkeys(range(1, 6), 10), room) == steps
 
 
-def test_a_limit_of_a_file_is_kept_and_shown(run: Path) -> None:
-    room = sum(path.stat().st_size for path in saved_steps(run / ROLLOUTS).values()) - 1
-    (shown,) = data_of(write_page([run], max_mb=room / 1e6).read_text())["runs"]
-    assert (shown["steps"], shown["saved"]) == ([STEPS[-1]], 2)
-
-
-def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, other = str(run), str(run.parent)
+def test_a_mistake_is_one_line(run: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    for arguments, part in (
-        (["report", path, path], "--html"),
-        (["report", path, other, "--html"], f"{other}/metrics.jsonl"),
-        (["report", path, "--html"], "plotly"),
-        (["watch", path], "plotly"),
-        (["watch", __file__], "test_page.py"),
+    for key, *arguments in (
+        ("--html", "report", run, run),
+        (f"{run.parent}/metrics.jsonl", "report", run, run.parent, "--html"),
+        ("plotly", "report", run, "--html"),
+        ("plotly", "watch", run),
+        ("test_page.py", "watch", __file__),
     ):
-        assert main(arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("dapo: ")
-        assert part in line
+        assert dapo.refuses(key, *arguments) == dapo.err.strip()
     assert not list(run.parent.rglob("*.html*"))
 
 

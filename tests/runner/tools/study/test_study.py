@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import yaml
+from builders import snippets_of, write_rows
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from refusals import refused
-from small import small_recipe
+from small import Dapo, small_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, dump_config, lay_settings, parse, parse_config, read_recipe
@@ -53,14 +54,13 @@ def planned(folder: Path, **settings: Any) -> tuple[StudyConfig, list[StudyRun]]
 
 
 def test_the_studies_that_come_along_do_not_clash() -> None:
-    """The figures are of Table 1's own runs; the tricks begin with its models, and have runs of other names."""
+    """The tricks begin with the models of Table 1, and have runs of other names."""
     recipes, runs = ROOT / "recipes", {}
     for path in sorted((recipes / "studies").iterdir()):
         study = parse(read_recipe(path), StudyConfig)
         assert plan_starts(study, recipes / f"{study.base}.yaml") is not None
         found = plan_runs(study, recipes / f"{study.base}.yaml")
         runs[path.stem] = {(run.variant, run.seed): run.config for run in found}
-    assert runs["figures"] == runs["table1"]
     assert not runs["tricks"].keys() & runs["table1"].keys()
     paths = {name: {run.model.path for run in of.values()} for name, of in runs.items()}
     assert paths["tricks"] < paths["table1"]
@@ -68,14 +68,13 @@ def test_the_studies_that_come_along_do_not_clash() -> None:
 
 def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> None:
     study, runs = planned(tmp_path, overrides={"run.steps": 2, "optimizer": {"lr": 5e-4}}, threads=2)
-    assert [(run.seed, run.variant) for run in runs] == [
-        (seed, name) for seed in (3, 5) for name in ("plain", "higher", "short")
+    assert [f"{run.variant} {run.seed}" for run in runs] == [
+        *("plain 3", "higher 3", "short 3", "plain 5", "higher 5", "short 5")
     ]
-    higher = runs[4]
-    assert higher.folder == tmp_path / "s/runs/higher/seed_5"
-    assert (higher.config.run.seed, higher.config.run.steps, higher.config.run.threads) == (5, 2, 2)
-    assert (higher.config.algorithm, higher.config.optimizer.lr) == ("grpo", 5e-4)
-    assert higher.config.loss.overrides == {"clip_high": 0.28}
+    config = runs[4].config
+    assert runs[4].folder == tmp_path / "s/runs/higher/seed_5"
+    assert (config.run.seed, config.run.steps, config.run.threads, config.optimizer.lr) == (5, 2, 2, 5e-4)
+    assert (config.algorithm, config.loss.overrides) == ("grpo", {"clip_high": 0.28})
     assert runs[2].config.rollout.max_response_tokens == 12
     assert overrides_of(study, study.variants[1]) == {"algorithm": "grpo", "loss": {"overrides": {"clip_high": 0.28}}}
 
@@ -83,43 +82,37 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"seeds": [1, 1]}, "seeds"),
-        ({"seeds": []}, "seeds"),
-        ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants"),
-        ({"variants": [{"name": "a", "over": "b"}]}, "variants"),
-        ({"figures": [{"name": "f", "title": "F", "variants": ["x"], "curves": ["y"]}]}, "figures"),
-        ({"variants": [{"name": "a", "overrides": {"loss.clip": 1}}]}, "a: loss.clip"),
-        (
-            {"start": "per_seed", "variants": [{"name": "a", "overrides": {"model.tiny.layers": 1}}]},
-            "a: model.tiny.layers",
-        ),
-        ({"entropy_fit": ["x"]}, "entropy_fit"),
-        ({"start": "per_seed", "overrides": {"model": {"tiny": None, "path": "m"}}}, "start"),
-        ({"variants": [{"name": "a", "overrides": {"reward.kind": "not_there:score"}}]}, "reward.kind"),
+        ("seeds: [1, 1]", "seeds"),
+        ("seeds: []", "seeds"),
+        ("variants: [{name: a}, {name: a}]", "variants"),
+        ("variants: [{name: a, over: b}]", "variants"),
+        ("figures: [{name: f, title: F, variants: [x], curves: [y]}]", "figures"),
+        ("variants: [{name: a, overrides: {loss.clip: 1}}]", "a: loss.clip"),
+        ("{start: per_seed, variants: [{name: a, overrides: {model.tiny.layers: 1}}]}", "a: model.tiny.layers"),
+        ("entropy_fit: [x]", "entropy_fit"),
+        ("{start: per_seed, overrides: {model: {tiny: null, path: m}}}", "start"),
+        ("variants: [{name: a, overrides: {reward.kind: 'not_there:score'}}]", "reward.kind"),
     ],
 )
-def test_a_study_that_makes_no_sense_is_refused(
-    tmp_path: Path, settings: dict[str, Any], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["study", str(write_study(tmp_path, **settings)), "--dry-run"]) == 2
-    assert f"{key}: " in capsys.readouterr().err
+def test_a_study_that_makes_no_sense_is_refused(tmp_path: Path, settings: str, key: str, dapo: Dapo) -> None:
+    dapo.refuses(key, "study", write_study(tmp_path, **yaml.safe_load(settings)), "--dry-run")
 
 
 def finish(run: StudyRun, accuracies: list[float], tokens: int = 100) -> None:
     """What a run leaves behind, as far as a study looks at it."""
     run.folder.mkdir(parents=True)
     write_config(run.config, run.folder)
-    k, last = run.config.evaluation.k, run.config.run.steps
-    lines: list[dict[str, Any]] = [{"step": 0, "kind": "eval", f"eval/avg@{k}": accuracies[0]}]
+    metric, last = f"eval/avg@{run.config.evaluation.k}", run.config.run.steps
+    first, half, after = ({"kind": "eval", metric: value} for value in accuracies)
+    lines: list[dict[str, Any]] = [{"step": 0, **first}]
     for step in range(1, last + 1):
-        lines.append(
-            {"step": step, "kind": "step", "sampling/tokens": tokens, "train/updates": 2, "train/entropy": 0.5}
-        )
-        if step == last // 2 or step == last:
-            lines.append({"step": step, "kind": "eval", f"eval/avg@{k}": accuracies[2 if step == last else 1]})
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        figures = {"sampling/tokens": tokens, "train/updates": 2, "train/entropy": 0.5}
+        lines.append({"step": step, "kind": "step", **figures})
+        if step in (last // 2, last):
+            lines.append({"step": step, **(after if step == last else half)})
+    write_rows(run.folder / "metrics.jsonl", lines)
     timing = [{"step": step, "kind": "step", "seconds/rollout": 1.5} for step in range(1, last + 1)]
-    (run.folder / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timing))
+    write_rows(run.folder / "timings.jsonl", timing)
 
 
 def test_the_page_by_hand(tmp_path: Path) -> None:
@@ -163,70 +156,65 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
         assert (steps[0], accuracies[-1]) == (0, run["after"])
 
 
-def test_a_page_is_checked_against_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_checked_against_its_values(tmp_path: Path, dapo: Dapo) -> None:
     study, runs = planned(tmp_path)
     for run in runs:
         finish(run, [0.2, 0.3, 0.5 if run.seed == 3 else 0.7])
     page = write_page(study, [read_result(run) for run in runs], [])
-    command = ["study", str(tmp_path / "study.yaml"), "--check", str(page.with_name("study.json"))]
-    assert main(command) == 0
+    command = ["study", tmp_path / "study.yaml", "--check", page.with_name("study.json")]
+    dapo(*command)
     page.write_text(page.read_text().replace("60.0 ± 10.0", "61.0 ± 10.0", 1))
-    assert main(command) == 1
-    assert re.findall(r"^[-+] .*?(6[01]\.0) ± 10\.0", capsys.readouterr().out, re.MULTILINE) == ["61.0", "60.0"]
+    differences = dapo(*command, code=1)
+    assert re.findall(r"^[-+] .*?(6[01]\.0) ± 10\.0", differences, re.MULTILINE) == ["61.0", "60.0"]
 
 
-def test_runs_of_another_study_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, runs = planned(tmp_path)
-    for run in runs:
+def test_runs_of_another_study_are_not_made_again(tmp_path: Path, dapo: Dapo) -> None:
+    for run in planned(tmp_path)[1]:
         finish(run, [0.2, 0.3, 0.5])
     some = write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5, 7])
-    assert main(["study", str(some), "--dry-run"]) == 0
-    assert re.findall(r"\d+", capsys.readouterr().out.partition("t: ")[2])[:4] == ["2", "2", "2", "4"]
+    out = dapo("study", some, "--dry-run")
+    assert re.findall(r"\d+", out.partition("t: ")[2])[:4] == ["2", "2", "2", "4"]
     write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5])
-    assert main(["study", str(some)]) == 0
+    dapo("study", some)
     assert "| + clip-higher |" in (tmp_path / "t/study.md").read_text()
     assert not (tmp_path / "t/runs").exists()
     changed = write_study(tmp_path, name="t", runs="s", variants=[{"name": "plain"}], seeds=[5])
-    assert main(["study", str(changed), "--dry-run"]) == 2
-    assert "runs/plain/seed_5" in capsys.readouterr().err
+    dapo.refuses("runs/plain/seed_5", "study", changed, "--dry-run")
 
 
 def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: Path) -> None:
-    _, (run, *_) = planned(tmp_path)
+    def first(**overrides: Any) -> StudyRun:
+        return planned(tmp_path, overrides=overrides)[1][0]
+
+    run = first()
     assert not is_finished(run)
     finish(run, [0.2, 0.3, 0.5])
     assert is_finished(run)
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run.folder / "metrics.jsonl").write_text("".join(lines[:-1]))  # killed before it was evaluated
+    *lines, last = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.folder / "metrics.jsonl").write_text("".join(lines))  # killed before it was evaluated
     assert not is_finished(run)
-    _, (longer, *_) = planned(tmp_path, overrides={"run.steps": 5})
-    assert not is_finished(longer)
-    _, (budget, *_) = planned(tmp_path, overrides={"run": {"steps": 5, "max_tokens": 400}})
-    (run.folder / "metrics.jsonl").write_text("".join(lines))
-    assert is_finished(budget)
-    _, (stopped, *_) = planned(tmp_path, overrides={"run": {"steps": 5, "early_stop": {"target": 0.5}}})
+    assert not is_finished(first(run={"steps": 5}))
+    (run.folder / "metrics.jsonl").write_text("".join([*lines, last]))
+    assert is_finished(first(run={"steps": 5, "max_tokens": 400}))
+    stopped = first(run={"steps": 5, "early_stop": {"target": 0.5}})
     write_config(stopped.config, run.folder)
     assert is_finished(stopped)
     write_config(run.config, run.folder)
     for less in ({"steps": 3}, {"max_tokens": 300}):
-        _, (shorter, *_) = planned(tmp_path, overrides={"run": less})
         with pytest.raises(ConfigError, match=r" 4 steps.* 3 "):
-            is_finished(shorter)
-    _, (other, *_) = planned(tmp_path, overrides={"optimizer.lr": 1.0})
+            is_finished(first(run=less))
     with refused("optimizer.lr"):
-        is_finished(other)
+        is_finished(first(optimizer={"lr": 1.0}))
 
 
-def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, dapo: Dapo) -> None:
     study = parse(read_recipe(path := write_study(tmp_path, start="per_seed")), StudyConfig)
     (folder, config), _ = plan_starts(study, tmp_path / "base.yaml").items()
     folder.mkdir(parents=True)
     recipe_of_start(folder).write_text(dump_config(config))
     assert folder not in plan_starts(study, tmp_path / "base.yaml")
     write_study(tmp_path, start="per_seed", overrides={"model.tiny.warmup.steps": 7, "optimizer.lr": 1.0})
-    assert main(["study", str(path), "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert "model.tiny.warmup.steps" in error
+    error = dapo.refuses("model.tiny.warmup.steps", "study", path, "--dry-run")
     assert "optimizer.lr" not in error  # a start does not depend on it
 
 
@@ -298,7 +286,7 @@ def test_what_ends_one_run_does_not_touch_the_others(tmp_path: Path) -> None:
         if run.seed == 3:
             finish(run, [0.2, 0.3, 0.5])
     ended = {(run.variant, run.seed): failure and failure.reason for run, _, failure in carry_out(runs, 2)}
-    assert ended.keys() == {(name, seed) for name in ("plain", "higher") for seed in (3, 5)}
+    assert len(ended) == 4
     assert ended["plain", 3] is ended["higher", 3] is None
     assert "no luck" in ended["plain", 5]
     assert "1" in ended["higher", 5]
@@ -315,15 +303,11 @@ def test_closing_stops_the_runs_under_way(tmp_path: Path) -> None:
     assert waits.folder.with_suffix(".stopped").exists()
 
 
-def test_what_the_documentation_shows(tmp_path: Path) -> None:
-    page = (ROOT / "docs/studies.md").read_text()
-    snippets = dict(re.findall(r"<!-- (.+?) -->\n```\w+\n(.+?)```", page, re.DOTALL))
+def test_what_the_documentation_shows() -> None:
+    snippets, tiny = snippets_of("studies"), ROOT / "recipes/tiny.yaml"
     study = parse(yaml.safe_load(snippets["study"]), StudyConfig)
-    runs = plan_runs(study, ROOT / "recipes/tiny.yaml")
-    assert [run.config.loss.overrides for run in runs[:3]] == [{}, {"clip_high": 0.28}, {}]
-    warm_up = lay_settings(
-        yaml.safe_load((ROOT / "recipes/tiny.yaml").read_text()), yaml.safe_load(snippets["warm-up"])
-    )
+    assert [run.config.loss.overrides for run in plan_runs(study, tiny)[:3]] == [{}, {"clip_high": 0.28}, {}]
+    warm_up = lay_settings(yaml.safe_load(tiny.read_text()), yaml.safe_load(snippets["warm-up"]))
     assert parse_config(warm_up).data.arithmetic.even_digits
 
 
