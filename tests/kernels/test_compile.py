@@ -1,6 +1,4 @@
-"""Every public function under torch.compile itself, not inside another function, so that its keywords are the graph's
-inputs; and under a default device that is not its tensors'.
-"""
+"""Every public function under torch.compile itself; and under a default device that is not its tensors'."""
 
 from __future__ import annotations
 
@@ -94,8 +92,7 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager") -> Callab
 def test_compiled_as_it_is(name: str) -> None:
     function, given = calls()[name]
     results = [gradients(run, given) for run in (compiled(function), function)]
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_the_whole_compiler() -> None:
@@ -106,8 +103,7 @@ def test_the_whole_compiler() -> None:
         return [3 * function(hidden=torch.tanh(hidden), **keywords).loss]
 
     results = [gradients(run, given) for run in (compiled(around, "inductor"), around)]
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_new_lengths_do_not_compile_each_and_temperatures_may_change() -> None:

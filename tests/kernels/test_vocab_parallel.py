@@ -1,7 +1,4 @@
-"""A head of which every rank holds some rows: loss, log-probs and gradients are those of the whole head.
-
-Legend: R ranks, T tokens, V vocabulary, H hidden. Every case runs on all ranks, each of which also computes the whole.
-"""
+"""A head of which every rank holds some rows: loss, log-probs and gradients are those of the whole head."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import call_linear, call_logits, linear_case, logits_case, solve
-from oracle import ROWS
+from oracle import Options
 from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from vocab_parallel import CLOSE, CUTS, LENGTHS, Group, H, T, V, columns, compare, of_mine, options_of, refusing, share
 from vocab_parallel_refusals import refusals
 from vocab_parallel_tensors import (
-    dice_of_a_whole_head,
     distributed_tensors,
     low_rank_factors,
     the_page,
@@ -41,7 +37,6 @@ from dapo_kernels import (
 
 
 def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
-    assert entropy is not None
     return -tokens.advantages * (logprobs - tokens.old_logprobs).exp() - 0.1 * entropy
 
 
@@ -59,7 +54,7 @@ def every_option(group: Group, cut: tuple[int, ...], dtypes: tuple[torch.dtype, 
     for dtype in dtypes:
         for softcap, bias in ((None, True), (2.0, False), (2.0, True)):
             head = {"dtype": dtype, "bias": bias, "softcap": softcap, "temperature": temperature}
-            case = linear_case(V, H, LENGTHS, seed=5, **head)  # type: ignore[arg-type]
+            case = linear_case(V, H, LENGTHS, seed=5, **head)
             for chunk_bytes in (1, 5 * V * 8, None):
                 how = {"mask": case.mask, "chunk_bytes": chunk_bytes, "entropy_coef": 0.1}
                 compare(group, case, cut, "dapo", f"{dtype}, {head}, {chunk_bytes}", **how)
@@ -107,8 +102,8 @@ def log_probs_and_preferences(group: Group, cut: tuple[int, ...]) -> None:
         ):
             how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, **extra}
             loss = loss + 30 * function(*first, case.target_ids, case.ref_logprobs, **how).loss
-        loss.backward()  # type: ignore[union-attr]
-        values = [loss.detach(), *(value for stats in found for value in stats)]  # type: ignore[union-attr]
+        loss.backward()
+        values = [loss.detach(), *(value for stats in found for value in stats)]
         results.append((values, {name: leaf.grad for name, leaf in x.items()}))
     (whole, expected), (got, grads) = results
     for a, b in (*zip(got, whole, strict=True), *((grads[n], g) for n, g in of_mine(expected, mine).items())):
@@ -120,12 +115,11 @@ def sixteen_bits(group: Group, cut: tuple[int, ...]) -> None:
     worse: dict[str, list[float]] = {}
     for seed in range(8):
         case = linear_case(V, H, LENGTHS, dtype=torch.bfloat16, bias=True, seed=20 + seed)
-        truth, mine = solve(case, ROWS["dapo"]).grads, columns(cut, group)
+        truth, mine = solve(case, Options(clip_high=0.28)).grads, columns(cut, group)
         _, whole = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
         _, grads = call_linear(linear_dapo_loss, share(case, mine), "dapo", mask=case.mask, group=group)
         exact, whole = of_mine(truth, mine), of_mine(whole, mine)
         for name, grad in grads.items():
-            assert grad is not None
             assert grad.dtype == torch.bfloat16
             errors = torch.stack([(x.double() - exact[name]).square().sum() for x in (grad, whole[name])])
             dist.all_reduce(errors, group=group)
@@ -155,6 +149,7 @@ def messages(group: Group, cut: tuple[int, ...]) -> None:
 
 
 def compiled(group: Group, cut: tuple[int, ...]) -> None:
+    """As one graph; and under another default device."""
     mesh = DeviceMesh.from_group(group, "cpu")
     case = linear_case(V, H, LENGTHS, seed=13)
     tokens = (case.target_ids, case.old_logprobs, case.advantages)
@@ -171,15 +166,15 @@ def compiled(group: Group, cut: tuple[int, ...]) -> None:
     for function, weight in ((loss, mine), (loss, cut_by_torch), (of_logits, mine)):
         results = []
         for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-            hidden = case.leaves["hidden"].clone().requires_grad_()
-            weight.grad = None
+            hidden, weight.grad = case.leaves["hidden"].clone().requires_grad_(), None
             value = run(hidden, weight)
             value.backward()
-            grad = weight.grad
-            assert grad is not None
-            results.append((value.detach(), hidden.grad, grad.to_local() if isinstance(grad, DTensor) else grad))
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, **CLOSE[torch.float32])
+            grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            results.append((value.detach(), hidden.grad, grad))
+        torch.testing.assert_close(*results, **CLOSE[torch.float32])
+    expected = loss(hidden, mine)
+    with torch.device("meta"):
+        assert torch.equal(loss(hidden, mine), expected)
 
 
 def operators(group: Group) -> None:
@@ -193,20 +188,6 @@ def operators(group: Group) -> None:
     torch.library.opcheck(ops.traced_sum.default, (x, name))
 
 
-def impossible_columns(group: Group) -> None:
-    """A target among columns of −∞ alone has a log-prob of −∞, as in whole rows."""
-    case = logits_case(V, LENGTHS, seed=21)
-    case.leaves["logits"][:, 34:] = -torch.inf
-    mine = share(case, columns((34, 33), group)).leaves["logits"]
-    for entropy in (False, True):
-        whole = token_logprobs(case.leaves["logits"], case.target_ids, entropy=entropy)
-        got = token_logprobs(mine, case.target_ids, entropy=entropy, group=group)
-        assert bool(whole.logprobs.isneginf().any())
-        for a, b in zip(got, whole, strict=True):
-            if b is not None:
-                torch.testing.assert_close(a, b, **CLOSE[torch.float32])
-
-
 def second_derivative(group: Group) -> None:
     case = share(linear_case(V, H, LENGTHS, dtype=torch.bfloat16, seed=22), columns((34, 33), group))
     leaves = case.fresh()
@@ -216,19 +197,9 @@ def second_derivative(group: Group) -> None:
         grad.sum().backward()
 
 
-def another_default_device(group: Group, cut: tuple[int, ...]) -> None:
-    case = share(linear_case(V, H, LENGTHS, seed=25), columns(cut, group))
-    expected, _ = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, group=group)
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    with torch.device("meta"):
-        out = linear_dapo_loss(case.leaves["hidden"], case.leaves["weight"], *tokens, mask=case.mask, group=group)
-    assert torch.equal(out.loss, expected.loss)
-
-
 def on_a_rank(rank: int) -> None:
     """All four ranks share a vocabulary, then each pair one of its own."""
     world = dist.group.WORLD
-    assert world is not None
     for cut in CUTS[4]:
         every_option(world, cut, (torch.float32,))
     every_objective(world, CUTS[4][0])
@@ -243,13 +214,10 @@ def on_a_rank(rank: int) -> None:
             log_probs_and_preferences(group, cut)
             messages(group, cut)
         every_objective(group, CUTS[2][1])
-        dice_of_a_whole_head(group)
-        impossible_columns(group)
         second_derivative(group)
         low_rank_factors(group)
     if rank < 2:
         the_page(group)
-        another_default_device(group, CUTS[2][0])
         compiled(group, CUTS[2][0])
         operators(group)
     else:
@@ -275,9 +243,8 @@ def test_one_rank(alone: None) -> None:
     got, grads = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, group=dist.group.WORLD)
     assert torch.equal(got.loss, whole.loss)
     for name, grad in grads.items():
-        assert grad is not None
-        assert torch.equal(grad, expected[name])  # type: ignore[arg-type]
-    distributed_tensors(dist.group.WORLD)  # type: ignore[arg-type]
+        assert torch.equal(grad, expected[name])
+    distributed_tensors(dist.group.WORLD)
 
 
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if OBJECTIVES[name].one_pass])
@@ -293,4 +260,4 @@ def test_the_gradient_over_the_logits_of_a_dtensor(alone: None, objective: str) 
             rows = leaf * 1 if group is None else (leaf * 1).to_local()
             how = {"objective": objective, "group": group, "inplace_backward": True, **options}
             dapo_loss(rows, *tokens, **how).loss.backward()
-            assert torch.equal(leaf.grad.full_tensor(), expected)  # type: ignore[union-attr,arg-type]
+            assert torch.equal(leaf.grad.full_tensor(), expected)

@@ -1,7 +1,4 @@
-"""A head of which every rank holds some rows, held against the whole head, on every rank.
-
-Legend: R ranks, T tokens, V vocabulary, H hidden.
-"""
+"""A head of which every rank holds some rows (R ranks), held against the whole head, on every rank."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def compare(group: Group, case: Case, cut: tuple[int, ...], objective: Any, what
             results.append((out, {"logits": grad}))
         else:
             out, grads = call_linear(linear_dapo_loss, given, objective, **how)
-            results.append((out, grads))  # type: ignore[arg-type]
+            results.append((out, grads))
     (whole, expected), (got, mine_grads) = results
     wide = next(iter(case.leaves.values())).dtype == torch.float64
     close = CLOSE[torch.float64 if wide else torch.float32]

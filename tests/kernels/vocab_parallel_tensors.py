@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import LORA_SCALE, Case, call_linear, linear_case, pad
+from entries import lora_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,9 +27,8 @@ def distributed_tensors(group: Group) -> None:
     tokens = (case.target_ids, case.old_logprobs, case.advantages)
     whole, expected = call_linear(linear_dapo_loss, case, "dapo", **options)
     for placement in (Shard(0), Replicate()):
-        weight, bias = (
-            distribute_tensor(case.leaves[name], mesh, [placement]).requires_grad_() for name in ("weight", "bias")
-        )
+        leaves = (distribute_tensor(case.leaves[name], mesh, [placement]) for name in ("weight", "bias"))
+        weight, bias = (leaf.requires_grad_() for leaf in leaves)
         hidden = case.leaves["hidden"].clone().requires_grad_()
         replicated, by_sequence = (
             distribute_tensor(case.leaves["hidden"], mesh, [cut]).requires_grad_() for cut in (Replicate(), Shard(0))
@@ -45,8 +44,14 @@ def distributed_tensors(group: Group) -> None:
             grads = {"weight": full(weight.grad), "bias": full(bias.grad), "hidden": full(x.grad)}
             grad = expected["hidden"]
             if x is local:
-                grad = distribute_tensor(grad, mesh, [Shard(0)]).to_local()  # type: ignore[arg-type]
+                grad = distribute_tensor(grad, mesh, [Shard(0)]).to_local()
             alike(group, got, whole, grads, {**expected, "hidden": grad}, f"{placement}", **CLOSE[torch.float32])
+    # The ranks' dice differ: the first one's count, also where each has the whole head (the last placement).
+    dice = {"generator": torch.Generator().manual_seed(rank), "mask": case.mask, "clip_cov": (0.3, -9.0, 9.0)}
+    loss = linear_dapo_loss(hidden, weight, *tokens, objective="clip_cov", **dice).loss.detach()
+    first = loss.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    assert torch.equal(first, loss)
     # Padded: the sequence is the second dimension.
     mask = pad(case.mask, LENGTHS, 12, 0).bool()
     padded = [pad(x, LENGTHS, 12, 0) for x in tokens]
@@ -54,7 +59,7 @@ def distributed_tensors(group: Group) -> None:
     weight, bias = (distribute_tensor(case.leaves[name], mesh, [Shard(0)]) for name in ("weight", "bias"))
     how = {"bias": bias, "mask": mask, "temperature": 0.7, "sequence_parallel": True}
     linear_dapo_loss(part, weight, *padded, **how).loss.backward()
-    own_part = pad(expected["hidden"], LENGTHS, 12, 0.0).chunk(n_ranks, 1)[rank]  # type: ignore[arg-type]
+    own_part = pad(expected["hidden"], LENGTHS, 12, 0.0).chunk(n_ranks, 1)[rank]
     torch.testing.assert_close(part.grad, own_part, **CLOSE[torch.float32])
     rows = distribute_tensor(case.leaves["hidden"] @ case.leaves["weight"].T, mesh, [Shard(1)]).requires_grad_()
     plain = rows.full_tensor().detach().requires_grad_()
@@ -66,7 +71,6 @@ def distributed_tensors(group: Group) -> None:
 
 
 def full(grad: Tensor | None) -> Tensor:
-    assert grad is not None
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
@@ -76,34 +80,19 @@ def low_rank_factors(group: Group) -> None:
     case = linear_case(V, H, LENGTHS, seed=23, rank=3)
     whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
     tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    a = distribute_tensor(case.leaves["lora_a"], mesh, [Replicate()]).requires_grad_()
-    weight, b = (
-        distribute_tensor(case.leaves[name], mesh, [Shard(0)]).requires_grad_() for name in ("weight", "lora_b")
-    )
+    cuts = {"weight": Shard(0), "lora_a": Replicate(), "lora_b": Shard(0)}
+    x = {name: distribute_tensor(case.leaves[name], mesh, [cut]).requires_grad_() for name, cut in cuts.items()}
     part = case.leaves["hidden"].chunk(n_ranks)[rank].clone().requires_grad_()
-    how = {"lora": LoraFactors(a, b, LORA_SCALE), "mask": case.mask, "sequence_parallel": True}
-    got = linear_dapo_loss(part, weight, *tokens, **how)
+    how = {"lora": lora_of(x), "mask": case.mask, "sequence_parallel": True}
+    got = linear_dapo_loss(part, x["weight"], *tokens, **how)
     got.loss.backward()
-    grads = {"weight": full(weight.grad), "lora_a": full(a.grad), "lora_b": full(b.grad)}
-    grads["hidden"] = part.grad
-    expected["hidden"] = expected["hidden"].chunk(n_ranks)[rank]  # type: ignore[union-attr]
+    grads = {**{name: full(leaf.grad) for name, leaf in x.items()}, "hidden": part.grad}
+    expected["hidden"] = expected["hidden"].chunk(n_ranks)[rank]
     alike(group, got, whole, grads, expected, "LoRA by sequence", **CLOSE[torch.float32])
-    for name, wrong in {"a": (b, b), "b": (a, a)}.items():
+    for name, wrong in {"a": ("lora_b", "lora_b"), "b": ("lora_a", "lora_a")}.items():
         with refusing(ValueError, f"lora.{name}"):
-            linear_dapo_loss(part, weight, *tokens, **{**how, "lora": LoraFactors(*wrong, LORA_SCALE)})
-
-
-def dice_of_a_whole_head(group: Group) -> None:
-    """The ranks' dice differ: the first one's count."""
-    case, mesh = linear_case(V, H, LENGTHS, seed=19), DeviceMesh.from_group(group, "cpu")
-    leaves = {"hidden": case.leaves["hidden"]}
-    leaves["weight"] = distribute_tensor(case.leaves["weight"], mesh, [Replicate()])
-    dice = torch.Generator().manual_seed(group.rank())
-    options = {"clip_cov": (0.3, -9.0, 9.0), "generator": dice, "mask": case.mask}
-    loss = call_linear(linear_dapo_loss, replace(case, leaves=leaves), "clip_cov", **options)[0].loss.detach()
-    first = loss.clone()
-    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
-    assert torch.equal(first, loss)
+            factors = LoraFactors(*(x[factor] for factor in wrong), LORA_SCALE)
+            linear_dapo_loss(part, x["weight"], *tokens, **{**how, "lora": factors})
 
 
 def the_page(group: Group) -> None:

@@ -16,9 +16,8 @@ import pytest
 from builders import file_size_limit
 from forks import CONTEXT
 from refusals import refused
-from small import Notes, config_in, write_recipe
+from small import Dapo, Notes, config_in, write_recipe
 
-from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -35,20 +34,14 @@ def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path) -> No
     assert read_jsonl(path) == rows
     drop_incomplete_line(path)
     assert path.read_bytes() == whole
+    with file_size_limit() as limit:  # a full disk
+        limit(len(whole) + 9)
+        with pytest.raises(OSError, match=r"rows\.jsonl"):
+            append_jsonl(path, [{"b": "x" * 99}])
+    assert path.read_bytes() == whole
     path.write_bytes(whole + b"no\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl:3"):
         read_jsonl(path)
-
-
-def test_a_write_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    append_jsonl(path, [{"a": 1}])
-    before = path.read_bytes()
-    with file_size_limit() as limit:
-        limit(len(before) + 9)
-        with pytest.raises(OSError, match=r"rows\.jsonl"):
-            append_jsonl(path, [{"b": "x" * 99}])
-    assert path.read_bytes() == before
 
 
 def test_a_lock_is_exclusive_until_it_is_closed(tmp_path: Path) -> None:
@@ -85,22 +78,16 @@ def holder(folder: Path) -> Iterator[int]:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_process_in_a_runs_folder_may_only_read(
-    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_process_in_a_runs_folder_may_only_read(start: Path, tmp_path: Path, dapo: Dapo) -> None:
     """It used to train beside the first: every step stood twice in the metrics, and both ended with 0."""
-    recipe = str(write_recipe(tmp_path, start, steps=1))
+    recipe = write_recipe(tmp_path, start, steps=1)
     folder = train(load_config(recipe), Notes())
     before = (folder / "metrics.jsonl").read_bytes()
     with holder(folder) as pid:
-        capsys.readouterr()
-        assert main(["train", recipe, "run.steps=2"]) == 2
-        error = capsys.readouterr().err
-        assert f"process {pid} on {socket.gethostname()}" in error
-        assert error.count("\n") == 1
+        dapo.refuses(f"process {pid} on {socket.gethostname()}", "train", recipe, "run.steps=2")
         assert (folder / "metrics.jsonl").read_bytes() == before
-        for command in (["eval", str(folder)], ["show", str(folder)], ["train", recipe, "--dry-run"]):
-            assert main(command) == 0
+        for command in (["eval", folder], ["show", folder], ["train", recipe, "--dry-run"]):
+            dapo(*command)
     assert train(load_config(recipe, ["run.steps=2"]), Notes()) == folder
 
 
@@ -126,30 +113,24 @@ def test_a_launcher_that_torch_does_not_know_is_refused(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_in(tmp_path, start, run={"steps": 1})
-    for size, refusal in (("2", "WORLD_SIZE=2"), ("1", None)):
-        monkeypatch.setenv("WORLD_SIZE", size)
-        if refusal is not None:
-            with pytest.raises(ConfigError, match=refusal):
-                train(config, Notes())
-            assert not (tmp_path / "small").exists()
-        else:
-            assert train(config, Notes()).is_dir()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
+        train(config, Notes())
+    assert not (tmp_path / "small").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert train(config, Notes()).is_dir()
 
 
 def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
-    folder = tmp_path / "small"
+    folder, other = tmp_path / "small", config_in(tmp_path, algorithm="grpo")
     folder.mkdir()
     write_config(config_in(tmp_path), folder)
-    log = folder / METRICS_FILE
-    log.touch()
-    assert check_same_run(config_in(tmp_path, algorithm="grpo"), folder)
-    log.write_text("{}\n")
+    (folder / METRICS_FILE).touch()
+    assert check_same_run(other, folder)
+    (folder / METRICS_FILE).write_text("{}\n")
     with refused("run.name"):
-        check_same_run(config_in(tmp_path, algorithm="grpo"), folder)
-
-
-@pytest.mark.parametrize("content", ["run: [", "run: {steps: many}\nreward: {}"])
-def test_a_broken_configuration_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / CONFIG_FILE).write_text(content)
-    with pytest.raises(ConfigError, match=str(tmp_path / CONFIG_FILE)):
-        read_config(tmp_path)
+        check_same_run(other, folder)
+    for content in ("run: [", "run: {steps: many}\nreward: {}"):
+        (folder / CONFIG_FILE).write_text(content)
+        with pytest.raises(ConfigError, match=str(folder / CONFIG_FILE)):
+            read_config(folder)

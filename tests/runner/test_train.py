@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import file_size_limit
 from refusals import refused
-from small import AtPhase, Notes, config_in
+from small import AtPhase, Notes, config_in, events_of
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.logging.metrics import before_and_after, read_log
@@ -26,16 +26,11 @@ def finished(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config_in(tmp_path_factory.mktemp("runs"), start), Notes())
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]
-
-
 def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
-    events, steps = read_log(finished / "metrics.jsonl"), steps_of(finished)
-    assert [(event["kind"], event["step"]) for event in events] == [
-        ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4)
-    ]  # fmt: skip
-    assert [event["eval/problems"] for event in events if event["kind"] == "eval"] == [10, 10, 10]
+    events, steps = read_log(finished / "metrics.jsonl"), events_of(finished)
+    order = [f"{event['kind']} {event['step']}" for event in events]
+    assert order == ["eval 0", "step 1", "step 2", "eval 2", "step 3", "step 4", "eval 4"]
+    assert {event["eval/problems"] for event in events_of(finished, "eval")} == {10}
     for step in steps:
         assert step["train/updates"] == step["batch/groups"] * 4 / 8
         assert step["train/ratio_max"] >= 1.0
@@ -56,7 +51,7 @@ def test_a_run_times_every_phase(finished: Path) -> None:
     began, *timings = read_log(finished / "timings.jsonl")
     assert began.keys() == {"step", "kind", "seconds/probe", "seconds/evaluate", "seconds/other"}
     assert [(event["kind"], event["step"]) for event in timings] == [("step", n) for n in (1, 2, 3, 4)]
-    for event, step in zip(timings, steps_of(finished), strict=True):
+    for event, step in zip(timings, events_of(finished), strict=True):
         idle = {"ref_logprobs", "segments", "values", "critic", "wait"}
         idle |= {"evaluate"} if event["step"] % 2 else set()
         idle |= set() if step["sampling/groups"] else {"rollout", "score"}
@@ -70,7 +65,7 @@ def test_a_run_keeps_its_rollouts_configuration_and_newest_checkpoints(finished:
     assert (finished / "config.yaml").is_file()
     saved = {step: read_step(path) for step, path in saved_steps(finished / "rollouts").items()}
     assert list(saved) == [1, 2, 3, 4]
-    for event in steps_of(finished):
+    for event in events_of(finished):
         groups = saved[event["step"]].groups
         assert len(groups) == saved[event["step"]].n_groups == event["batch/groups"]
         rewards = torch.tensor([[sample["reward"] for sample in group["samples"]] for group in groups])
@@ -80,28 +75,14 @@ def test_a_run_keeps_its_rollouts_configuration_and_newest_checkpoints(finished:
         torch.testing.assert_close(torch.tensor(given), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("sections", "first"),
-    [
-        ({"logging": {"rollouts": {"groups": 0}}}, {}),
-        ({"logging": {"rollouts": {"per_token": True}}}, {}),
-        ({"run": {"async_save": True}}, {}),
-        ({}, {"run": {"steps": 2}}),  # made longer when it has ended
-    ],
-    ids=["without rollouts", "per token", "saved in the background", "in two parts"],
-)
-def test_runs_that_differ_in_no_number(
-    sections: dict[str, Any], first: dict[str, Any], finished: Path, start: Path, tmp_path: Path
-) -> None:
-    if first:
-        train(config_in(tmp_path, start, **first), Notes())
-    run = train(config_in(tmp_path, start, **sections), Notes())
+@pytest.mark.parametrize("rollouts", [{"groups": 0}, {"per_token": True}], ids=str)
+def test_saved_rollouts_change_no_number(rollouts: dict[str, Any], finished: Path, start: Path, tmp_path: Path) -> None:
+    run = train(config_in(tmp_path, start, logging={"rollouts": rollouts}), Notes())
     assert (run / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
-    rollouts = sections.get("logging", {}).get("rollouts", {})
-    assert (run / "rollouts").exists() == (rollouts.get("groups") != 0)
+    assert (run / "rollouts").exists() == ("groups" not in rollouts)
     for step, path in saved_steps(run / "rollouts").items() if (run / "rollouts").exists() else ():
         groups = read_step(path).groups
-        for sample in (sample for group in groups for sample in group["samples"] if "per_token" in rollouts):
+        for sample in (sample for group in groups for sample in group["samples"]):
             columns = sample.pop("per_token")
             assert {len(column) for column in columns.values()} == {sample["tokens"]}
             assert "".join(columns["text"]).removesuffix("<eos>") == sample["response"]
@@ -116,7 +97,7 @@ def test_a_full_disk_under_the_log_is_told(start: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
             train(config_in(tmp_path, start, logging={"rollouts": {"groups": 0}}), notes)
     assert any("step 4" in line and "metrics.jsonl" in line for line in notes.lines)
-    assert [event["step"] for event in steps_of(tmp_path / "small")] == [1, 2, 3]
+    assert [event["step"] for event in events_of(tmp_path / "small")] == [1, 2, 3]
 
 
 def test_changed_data_do_not_continue_a_run(start: Path, tmp_path: Path) -> None:
@@ -156,7 +137,7 @@ def test_groups_carried_over_are_not_taken_for_on_policy(
         sampler={"initial_acceptance": 0.2},
         optimizer={"mini_batch_size": None},
     )
-    first, second, third = steps_of(train(config, Notes()))
+    first, second, third = events_of(train(config, Notes()))
     assert first["train/ratio_max"] == 1
     assert second["train/ratio_max"] > 1.001
     assert [first[f"batch/{figure}"] for figure in ("age", "age_max")] == [0, 0]
@@ -167,6 +148,6 @@ def test_groups_carried_over_are_not_taken_for_on_policy(
 
 
 def test_every_round_draws_anew_and_every_time_alike(start: Path, tmp_path: Path) -> None:
-    seeds = [[rollout_sampling(config_in(tmp_path, start), n).seed for n in range(100)] for _ in range(2)]
-    assert len(set(seeds[0])) == 100
-    assert seeds[0] == seeds[1]
+    seeds, same = ([rollout_sampling(config_in(tmp_path, start), n).seed for n in range(100)] for _ in range(2))
+    assert seeds == same
+    assert len(set(seeds)) == 100

@@ -15,12 +15,11 @@ import pytest
 import yaml
 from builders import make_config, snippets_of, write_rows
 from refusals import refused
+from small import Dapo, events_of
 
-from dapo_runner.cli import main
 from dapo_runner.config import EnvironmentConfig
 from dapo_runner.environments.adapters import TextArena
 from dapo_runner.environments.make import make_environment
-from dapo_runner.logging.metrics import read_log
 
 ROOT = Path(__file__).parents[3]
 PAGE, FIRST_PAGE = ((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("environments", "first-environment"))
@@ -45,18 +44,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(folder: Path, recipe: dict[str, Any]) -> dict[str, float]:
+def train(dapo: Dapo, folder: Path, recipe: dict[str, Any]) -> dict[str, float]:
     """Return what the only step of a recipe logged."""
     recipe["run"] |= {"name": "page", "steps": 1, "threads": 1}
     recipe["data"] |= {"eval_size": 2}
     recipe["sampler"] |= {"prompts_per_step": 2, "max_rounds": 1}
     (folder / "page.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["train", "page.yaml"]) == 0
-    events = [event for name in ("metrics", "timings") for event in read_log(folder / f"runs/page/{name}.jsonl")]
-    return {key: value for event in events if event["kind"] == "step" for key, value in event.items()}
+    dapo("train", "page.yaml")
+    (step,) = events_of(folder / "runs" / "page", file="timings.jsonl")
+    return step
 
 
-def train_with(folder: Path, model: Path, settings: str) -> dict[str, float]:
+def train_with(dapo: Dapo, folder: Path, model: Path, settings: str) -> dict[str, float]:
     shutil.copytree(model, folder / "model")
     recipe: dict[str, Any] = {
         "run": {"eval_every": 0},
@@ -72,7 +71,7 @@ def train_with(folder: Path, model: Path, settings: str) -> dict[str, float]:
         recipe[section] = {**recipe.get(section, {}), **values}
     if "path" in recipe["data"]:
         del recipe["data"]["format"]
-    return train(folder, recipe)
+    return train(dapo, folder, recipe)
 
 
 def test_every_snippet_is_tested() -> None:
@@ -81,8 +80,8 @@ def test_every_snippet_is_tested() -> None:
     assert FIRST.keys() == {"game", "play", "player", "recipe"}
 
 
-def test_a_tool(folder: Path, model_folder: Path) -> None:
-    step = train_with(folder, model_folder, "tool: settings")
+def test_a_tool(folder: Path, model_folder: Path, dapo: Dapo) -> None:
+    step = train_with(dapo, folder, model_folder, "tool: settings")
     assert step["env/episodes"] >= 8
     assert step["env/failed"] == 0
     config = EnvironmentConfig(**yaml.safe_load(SNIPPETS["tool: settings"])["env"])
@@ -91,8 +90,8 @@ def test_a_tool(folder: Path, model_folder: Path) -> None:
     assert [message.content for message in environment.step(call)[0]] == ["12"]
 
 
-def test_a_game(folder: Path, model_folder: Path) -> None:
-    step = train_with(folder, model_folder, "game: settings")
+def test_a_game(folder: Path, model_folder: Path, dapo: Dapo) -> None:
+    step = train_with(dapo, folder, model_folder, "game: settings")
     assert step["env/turns"] > step["env/episodes"] > 0
     game = make_environment(EnvironmentConfig(**yaml.safe_load(SNIPPETS["game: settings"])["env"]))()
     game.reset({"seed": 1, "answer": ""})
@@ -112,12 +111,12 @@ def test_the_first_game_and_its_player(capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, games)) <= 13
 
 
-def test_the_first_recipe_trains(folder: Path) -> None:
+def test_the_first_recipe_trains(folder: Path, dapo: Dapo) -> None:
     recipe = yaml.safe_load(FIRST["recipe"])
-    recipe["model"]["tiny"] |= {"hidden_size": 16, "warmup": {**recipe["model"]["tiny"]["warmup"], "steps": 10}}
-    recipe["data"] |= {"arithmetic": {"train_size": 2000}}
+    recipe["model"]["tiny"] |= {"hidden_size": 16}
+    recipe["model"]["tiny"]["warmup"] |= {"steps": 10, "examples": 100}
     recipe["optimizer"] |= {"mini_batch_size": 16}
-    step = train(folder, recipe)
+    step = train(dapo, folder, recipe)
     assert step["env/turns"] > step["env/episodes"] > 0 == step["env/failed"]
 
 

@@ -18,13 +18,12 @@ import pytest
 import yaml
 from builders import make_config, make_group
 from refusals import refused
-from small import write_recipe
+from small import Dapo, write_recipe
 
-from dapo_runner.cli import main
 from dapo_runner.config import Config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.rollout_log import ROLLOUTS, read_step, saved_steps
-from dapo_runner.logging.trackers import Trackers, check_trackers
+from dapo_runner.logging.trackers import Trackers
 from docs.glossary import is_documented
 
 
@@ -37,16 +36,11 @@ def open_one(name: str, folder: Path, first: int = 1, is_resumed: bool = False) 
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
-def test_a_missing_package_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with refused("logging.trackers") as caught:
+    with refused("logging.trackers", parts=[f"[{name}]"]):
         open_one(name, tmp_path)
-    assert f"[{name}]" in str(caught.value)
-    assert main(["train", str(write_recipe(tmp_path)), f"logging.trackers=[{name}]", "--dry-run"]) == 2
-    assert "logging.trackers" in capsys.readouterr().err
-    check_trackers(config_with().logging)
+    dapo.refuses("logging.trackers", "train", write_recipe(tmp_path), f"logging.trackers=[{name}]", "--dry-run")
 
 
 class FakeWandb(types.ModuleType):
@@ -98,9 +92,8 @@ def test_wandb_keeps_its_id_and_gets_finite_figures_once(wandb: FakeWandb, tmp_p
     figures = [values for values in wandb.logged if "train/loss" in values]
     assert figures == [{"train/loss": 0.5, "eval/avg_at_2": 1.0, "step": step} for step in (1, 2, 3)]
     assert [values["step"] for values in wandb.logged if "seconds/rollout" in values] == [1, 2, 3]
-    assert wandb.finished == 2
     one, two = wandb.inits
-    assert one["id"] == two["id"]
+    assert (one["id"], wandb.finished) == (two["id"], 2)
     assert (one["project"], one["name"], one["resume"]) == ("p", "mine", "allow")
     assert wandb.config["optimizer.lr"] == str(config_with().optimizer.lr)
     assert wandb.config["environment.torch"] == importlib.metadata.version("torch")
@@ -117,9 +110,9 @@ def test_a_tracker_that_cannot_be_opened(wandb: FakeWandb, tmp_path: Path, capsy
         assert part in line
 
 
-def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path) -> None:
-    assert main(["train", str(write_recipe(tmp_path, steps=2)), "logging.trackers=[wandb]"]) == 0
-    by_step: dict[int, set[str]] = {}
+def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path, start: Path, dapo: Dapo) -> None:
+    dapo("train", write_recipe(tmp_path, start, steps=2), "logging.trackers=[wandb]")
+    run, by_step = tmp_path / "runs" / "small", dict[int, set[str]]()
     for values in wandb.logged:
         by_step.setdefault(values["step"], set()).update(values)
     assert by_step.keys() == {0, 1, 2}
@@ -127,12 +120,12 @@ def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path) -
     assert {"train/loss", "batch/reward", "seconds/rollout", "reflection/en", "samples/trained"} <= by_step[1]
     assert {"train/loss", "eval/avg_at_2", "seconds/save", "samples/eval"} <= by_step[2]
     (table,) = (values["samples/trained"] for values in wandb.logged if values["step"] == 1 and len(values) == 2)
-    (step, *_) = [read_step(path) for path in saved_steps(tmp_path / "runs" / "small" / ROLLOUTS).values()]
+    step = read_step(saved_steps(run / ROLLOUTS)[1])
     assert [row["response"] for row in table] == [group["samples"][0]["response"] for group in step.groups]
     answers = [values["samples/eval"] for values in wandb.logged if "samples/eval" in values]
     assert [len(rows) for rows in answers] == [8, 8]  # of 10 problems
     assert wandb.finished == 1
-    keys = {key for event in read_log(tmp_path / "runs" / "small" / "timings.jsonl") for key in event}
+    keys = {key for event in read_log(run / "timings.jsonl") for key in event}
     assert {"speed/tokens_per_second", "seconds/rollout"} <= keys
     assert [key for key in keys - {"step", "kind"} if not is_documented(key)] == []
 

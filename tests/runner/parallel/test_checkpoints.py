@@ -76,7 +76,7 @@ def outcome(learner: Learner, sampler: DynamicSampler) -> dict[str, Any]:
     buffer = [group.samples[0].completion.token_ids.tolist() for group in sampler.buffer.groups]
     upcoming = [prompt.id for prompt in sampler.cursor.take(3)]
     draws = learner.world.all_gather_object((random.random(), float(torch.rand(()))))
-    metrics = train(learner, range(STEP, STEP + 2))
+    metrics = train(learner, range(STEP, STEP + 1))
     return {"tensors": tensors, "sampler": (buffer, upcoming), "draws": draws, "metrics": metrics}
 
 
@@ -165,10 +165,11 @@ def test_any_number_of_ranks_resumes_from_any_other(tmp_path: Path) -> None:
     saves = [(save, case, folders[2]) for case in CASES]
     *found, failed = outcomes_of(2, tmp_path, [*saves, *loads, (fail, "tied", tmp_path / "failed")])
     saved[2], loaded = found[: len(CASES)], {2: found[len(CASES) :]}
-    *loaded[4], by_four = outcomes_of(4, tmp_path, [*loads, (save, "critic", folders[4])])
+    *loaded[4], by_four = outcomes_of(4, tmp_path, [*loads[len(CASES) :], (save, "critic", folders[4])])
     *loaded[1], from_four = outcomes_of(1, tmp_path, [*loads, (load, "critic", folders[4])])
     for now, results in loaded.items():
-        for result, (_, case, folder), before in zip(results, loads, [*saved[1], *saved[2]], strict=True):
+        befores = list(zip(loads, [*saved[1], *saved[2]], strict=True))[-len(results) :]
+        for result, ((_, case, folder), before) in zip(results, befores, strict=True):
             compare(result, before, 1 if folder == folders[1] else 2, now, case)
     compare(from_four, by_four, 4, 1, "critic")
     check_failures(failed, tmp_path / "failed")

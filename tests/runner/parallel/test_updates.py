@@ -82,9 +82,9 @@ LAYOUTS: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"gpus": 2, "sequence": 2}, "untied", EVERYWHERE),
     ({"gpus": 2}, "experts", list(ROUTED)),
     ({"gpus": 2, "sequence": 2}, "experts", list(ROUTED)),
-    ({"gpus": 4, "replicate": 2, "sequence": 2}, "untied", EVERYWHERE),
+    ({"gpus": 4, "replicate": 2, "sequence": 2}, "untied", EVERYWHERE[::2]),
     ({"gpus": 4, "replicate": 2}, "tied", ["dapo", "accumulated", "ppo", "bfloat16"]),
-    ({"gpus": 4, "sequence": 4}, "untied", EVERYWHERE),
+    ({"gpus": 4, "sequence": 4}, "untied", EVERYWHERE[1::2]),
 ]
 
 

@@ -22,7 +22,7 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
 from dapo_runner.parallel.watch import RankLostError
-from dapo_runner.parallel.world import SINGLE_PROCESS, Layout, RankError, World, make_layout, open_world
+from dapo_runner.parallel.world import Layout, RankError, World, make_layout, open_world
 
 HEADS = [(12, 3), (8, 2), (8, 4), (8, 8), (12, 6), (12, 12)]  # of queries, of keys: divisors of 4, multiples, neither
 
@@ -85,15 +85,6 @@ def test_ranks_communicate() -> None:
     on_ranks(4, communicate)
 
 
-def test_a_single_process_asks_nobody() -> None:
-    world = SINGLE_PROCESS
-    assert (world.run_and_gather(lambda: 5), world.run_and_gather_on_rank0(lambda: 5)) == ([5], [5])
-    assert world.broadcast_from_rank0(lambda: 6) == world.run_on_rank0(lambda: 6) == 6
-    assert (world.name, world.any(False), world.n_engines, world.data_size) == ("", False, 1, 1)
-    with pytest.raises(ZeroDivisionError):
-        world.run_or_raise_everywhere(lambda: 1 // 0)
-
-
 @given(st.lists(st.integers(1, 20_000), max_size=40), st.integers(1, 9))
 def test_work_is_spread_evenly(lengths: list[int], n: int) -> None:
     costs = [sequence_cost(length, 64) for length in lengths]
@@ -149,7 +140,7 @@ def lose_rank_1(rank: int, how: str, folder: Path) -> None:
                 wait_for(lambda: len(list(folder.iterdir())) == 2)
             if how == "raises":
                 raise KeyError("no such thing")
-            os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else os._exit(7)
+            os.kill(os.getpid(), signal.SIGKILL)
         world.watch.set_phase("wait")
         quick.all_gather_object(1)
     except Exception as error:
@@ -171,7 +162,7 @@ def wait_for(condition: Any) -> None:
 
 @pytest.mark.parametrize(
     ("how", "part"),
-    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("exits", "'rollout'"), ("raises", "KeyError: 'no such thing'")],
+    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("raises", "KeyError: 'no such thing'")],
 )
 def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) -> None:
     """By the first of the others to print."""

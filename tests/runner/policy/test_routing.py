@@ -150,9 +150,7 @@ def trainer(path: Path, replay: bool, **model: Any) -> Learner:
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_before_an_update_every_ratio_is_one(tmp_path: Path, replay: bool) -> None:
-    """With one expert a token, whose weight is 1 then, routers matter by their choice alone. Here they choose otherwise
-    than when the old log-probs were computed, as rounding does where two experts are as good as each other.
-    """
+    """With one expert a token routers matter by their choice alone. Here they choose otherwise than before."""
     path = save_model(small_experts(num_experts_per_tok=1, norm_topk_prob=True), make_tokenizer(), tmp_path)
     learner = trainer(path, replay)
     _, mini = learner.prepare(sharing_sequences())
@@ -280,9 +278,7 @@ class Forced(nn.Module):
 
 @pytest.mark.parametrize("correction", [{}, {"mask": "token", "bound": 1e9}], ids=["on-policy", "after a pass"])
 def test_the_gradient_is_that_of_routers_forced_by_hand(undecided: Path, correction: dict[str, Any]) -> None:
-    """The choice of a bfloat16 engine, sequence by sequence without packing. With a correction, the old log-probs come
-    from a pass of their own. Replay makes the gap to that engine smaller.
-    """
+    """The choice of a bfloat16 engine, sequence by sequence. Replay makes the gap to that engine smaller."""
     sequences = sequences_of(sampled(undecided, "bfloat16"))
     learner = open_learner(undecided, replaying(undecided, rollout={"correction": correction}))
     (mini,) = learner.prepare(sequences)

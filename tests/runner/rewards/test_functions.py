@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from builders import make_completion, make_config, make_prompt
 from refusals import refused
-from small import small_recipe
+from small import events_of, small_recipe
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, parse_config
@@ -370,12 +370,11 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
     module.bomb = -1
     resumed = train(config, Progress())
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    evaluation, *events = read_log(whole / "metrics.jsonl")
-    step = next(event for event in events if event["kind"] == "step")
+    evaluation, step, *_ = read_log(whole / "metrics.jsonl")
     total = step["reward/dapo"] + step["reward/judge"] + 0.5 * step["reward/short"] + step["batch/length_penalty"]
     assert step["batch/reward"] == pytest.approx(total)
     assert step["batch/groups"] == 4  # filtered by reward: one at random keeps them all
     total = evaluation["eval/reward_dapo"] + evaluation["eval/reward_judge"] + 0.5 * evaluation["eval/reward_short"]
     assert evaluation["eval/reward"] == pytest.approx(total)
-    first = next(event for event in read_log(whole / "timings.jsonl") if event["kind"] == "step")
+    first, *_ = events_of(whole, file="timings.jsonl")
     assert first["reward/short_calls"] > 0 == first["reward/short_failed"]

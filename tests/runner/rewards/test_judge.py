@@ -18,13 +18,11 @@ from fake_api import FakeAPI, asked, says
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
-from small import AtPhase, Notes, small_recipe, write_recipe
+from small import AtPhase, Dapo, Notes, events_of, small_recipe, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_runner.cli import main
 from dapo_runner.config import Config, ConfigError, JudgePrompt, parse_config
 from dapo_runner.errors import RunError
-from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.judge import MAX_CHARACTERS, Judge, Judgement, Question, Questioner, VerdictLog
 from dapo_runner.rewards.reward import RewardError
 from dapo_runner.rewards.scoring import Scorer
@@ -262,22 +260,20 @@ def test_a_key_goes_to_its_url_and_is_never_shown(monkeypatch: pytest.MonkeyPatc
             assert "s3" not in str(caught.value)
 
 
-def test_both_words_are_tried_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_words_are_tried_before_a_run(tmp_path: Path, dapo: Dapo) -> None:
     def reply(body: dict[str, Any]) -> dict[str, Any]:
         is_first = asked(body, "response") == "Answer: 2"
         return says("YES", YES=0.9) if is_first else says(word, **{word: 0.9, "YES": 0.1})
 
-    recipe = [str(write_recipe(tmp_path)), "reward.kind=judge", "reward.judge.model=m"]
+    command = ["train", write_recipe(tmp_path), "reward.kind=judge", "reward.judge.model=m"]
     with FakeAPI(reply) as api:
-        url = f"reward.judge.url={api.url}"
+        command.append(f"reward.judge.url={api.url}")
         word = "N"
-        assert main(["train", *recipe, url, "--dry-run"]) == 2
-        assert "reward.judge: " in capsys.readouterr().err
+        dapo.refuses("reward.judge", *command, "--dry-run")
         word = "NO"
-        assert main(["train", *recipe, url, "--dry-run"]) == 0
+        dapo(*command, "--dry-run")
     for more in (["--dry-run"], []):  # now nobody is there
-        assert main(["train", *recipe, url, *more]) == 2
-        assert "127.0.0.1" in capsys.readouterr().err
+        assert "127.0.0.1" in dapo.refuses("reward.judge", *command, *more)
     assert not (tmp_path / "runs").exists()
 
 
@@ -359,7 +355,7 @@ def test_a_model_of_nan_fails(reward: str, of_here: dict[str, Any], model_folder
     assert not (tmp_path / "verdicts.jsonl").exists()
 
 
-def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], tmp_path: Path, dapo: Dapo) -> None:
     with refused("reward.judge.answers"):
         Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
     judge = Judge(config_of({**of_here, "system": "You judge."}).reward)
@@ -367,8 +363,7 @@ def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], model_fol
     judge.model.tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"
     with refused("reward.judge"):
         judge.check()
-    recipe = str(write_recipe(tmp_path))
-    assert main(["train", recipe, "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run"]) == 2
+    dapo("train", write_recipe(tmp_path), "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run", code=2)
 
 
 def run_with(judge: dict[str, Any], folder: Path) -> Config:
@@ -393,8 +388,7 @@ def test_a_run_that_was_lost_on_the_way_is_the_same_run(of_here: dict[str, Any],
         assert (again / name).read_bytes() == (whole / name).read_bytes(), name
     lines = (whole / "verdicts.jsonl").read_text().splitlines()
     assert len(set(lines)) == len(lines) > 10
-    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
-    assert any(event["batch/rule_judge"] for event in steps)
+    assert any(event["batch/rule_judge"] for event in events_of(whole))
 
 
 def test_verdicts_of_another_judge_are_not_taken_over(of_here: dict[str, Any], tmp_path: Path) -> None:

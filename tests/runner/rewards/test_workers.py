@@ -165,10 +165,7 @@ def test_hostile_responses_neither_hang_nor_score_and_are_counted() -> None:
     assert verdicts["tower"].rule in ("timeout", "crash", "error")
     assert max(len(verdict.extracted or "") for verdict in verdicts.values()) <= 200
     assert [sample.reward for sample in group.samples] == [-1.0] * len(texts)
-    metrics = batch_metrics([group])
-    known = sum(metrics.get(f"batch/rule_{rule}", 0) for rule in ("math-verify", "none", "error", "timeout", "crash"))
-    assert known == pytest.approx(1)
-    assert metrics["batch/rule_none"] >= 1 / len(texts)
+    assert batch_metrics([group])["batch/rule_none"] >= 1 / len(texts)
     assert open_rule("math", 2, 1.0) is open_rule("math", 2, 1.0)  # an evaluation uses the workers of the training
 
 

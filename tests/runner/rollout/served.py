@@ -15,15 +15,12 @@ from builders import make_config
 from fake_server import GENERATE, FakeServer, Hook
 from small import small_recipe
 
-from dapo_runner.config import Config, parse_config
-from dapo_runner.logging.metrics import read_log
-from dapo_runner.logging.progress import Progress
+from dapo_runner.config import Config
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import Server
 from dapo_runner.rollout.pool import RENEW, REST
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, SamplingParams
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
@@ -130,12 +127,6 @@ class Fleet:
             "correction": {"weights": "token" if ahead else None},
         }
         return raw
-
-
-def steps_of(raw: dict[str, Any], progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Train, and return what the steps logged."""
-    events = read_log(train(parse_config(raw), progress or Progress()) / "metrics.jsonl")
-    return [event for event in events if event["kind"] == "step"]
 
 
 def wait_until(condition: Callable[[], Any]) -> None:

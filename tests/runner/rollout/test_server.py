@@ -218,7 +218,12 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
     engine, rounds = fleet.open(ahead=1), [replace(SAMPLING, seed=number) for number in range(3)]
     wanted = [responses(engine.generate(PROMPTS, sampling)) for sampling in rounds]
     slow, others = list(PROMPTS[4].token_ids), threading.Event()
-    fleet.hook(lambda body: others.wait(120) and None if (body["priority"], body["token_ids"]) == (0, slow) else None)
+
+    def hold(body: dict[str, Any]) -> None:
+        if (body["priority"], body["token_ids"]) == (0, slow):
+            others.wait(120)
+
+    fleet.hook(hold)
     first, *later = (
         in_thread(lambda number=number: engine.generate(PROMPTS, rounds[number], CallOptions(priority=number)))
         for number in range(3)

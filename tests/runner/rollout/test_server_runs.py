@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from fake_server import GENERATE, UPDATE, Answer
-from served import Fleet, steps_of
+from served import Fleet
+from small import events_of
 
 from dapo_runner.config import parse_config
-from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError
@@ -27,7 +27,7 @@ def test_prompts_beyond_those_that_a_step_needs_are_dropped(model_fleet: Fleet) 
             fleet.hang(body)
 
     fleet.hook(hang_now_and_then)
-    first, second = steps_of(raw)
+    first, second = events_of(train(parse_config(raw), Progress()))
     assert (first["sampling/groups"], first["sampling/dropped"]) == (4, 2)
     assert first["batch/groups"] == second["batch/groups"] == 4
 
@@ -56,8 +56,7 @@ def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(ah
     with pytest.raises(OutOfSyncError, match=fleet[1].url):
         train(parse_config(losing(fleet, ahead, 2, steps=60, save_every=0)), Progress())
     assert next(count) > 20
-    events = read_log(fleet.folder / "small" / "metrics.jsonl")
-    assert all(event["train/rollout_gap"] < 1e-4 for event in events if event["kind"] == "step" and not ahead)
+    assert ahead or all(event["train/rollout_gap"] < 1e-4 for event in events_of(fleet.folder / "small"))
 
 
 @pytest.mark.parametrize("fails", ["killed", "/pause", UPDATE, "probe"])
@@ -78,14 +77,14 @@ def test_losing_the_servers_loses_no_step(fails: str, model_fleet: Fleet) -> Non
     with pytest.raises(OutOfSyncError if fails == "probe" else RolloutError):
         train(parse_config(losing(fleet, 1, 1, steps=60, save_every=100)), Progress())
     folder = fleet.folder / "small"
-    steps = [event["step"] for event in read_log(folder / "metrics.jsonl") if event["kind"] == "step"]
+    steps = [event["step"] for event in events_of(folder)]
     assert steps[-1] >= 4
     assert (folder / "checkpoints" / f"step_{steps[-1]:06d}").exists()
     if fails != "killed":
         return
     server.hooks.clear()
     server.start()
-    resumed = steps_of(losing(fleet, 1, 1, steps=steps[-1] + 2, save_every=100))
+    resumed = events_of(train(parse_config(losing(fleet, 1, 1, steps=steps[-1] + 2, save_every=100)), Progress()))
     assert [step["step"] for step in resumed] == list(range(1, steps[-1] + 3))
     for step in resumed:
         assert step["batch/age_max"] <= 2

@@ -16,7 +16,7 @@ import yaml
 from builders import CUTS, make_config, save_model, what_is_left
 from contract import check_prefix, check_responses, check_seeds, check_stop_string, model_logprobs, prompt
 from launch import torchrun
-from small import SEGMENTS, small_recipe
+from small import SEGMENTS, events_of, small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.algorithms.learner import Learner
@@ -237,7 +237,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_whole_run(whole: Path) -> None:
-    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
+    steps = events_of(whole)
     assert len(steps) == 2
     for step in steps:
         assert step["train/tokens"] > 0
@@ -251,7 +251,7 @@ def test_a_whole_run(whole: Path) -> None:
 def test_log_probs_of_a_run_are_the_learners(tmp_path: Path, overrides: list[str]) -> None:
     """Of several calls, and of truncated distributions."""
     run = train(parse_config(apply_overrides(raw_run(tmp_path, steps=1), overrides)), Progress())
-    (step,) = (event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step")
+    (step,) = events_of(run)
     assert step["train/tokens"] > 0
     assert max(step["sync/gap"], step["train/rollout_gap"]) < 1e-4
 
@@ -273,7 +273,7 @@ def test_two_ranks(whole: Path, tmp_path: Path, share: int) -> None:
     for key, value in alone[1].items():
         if key.startswith("sampling/"):
             assert events[1][key] == value, key
-    for step in (event for event in events if event["kind"] == "step"):
+    for step in events_of(tmp_path / "small"):
         assert step["sync/gap"] < 1e-4
         assert step["train/tokens"] > 0
     assert not list(Path("/dev/shm").glob("*-tp:*cpushm*"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from contract import prompt
 from refusals import refused
+from small import events_of
 from test_vllm import CPU, load_learner, prober, pytestmark, raw_run, tiny, tiny_config
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse_config
-from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.rollout.vllm import VLLMEngine
@@ -90,5 +90,4 @@ def test_a_run_and_its_resume(tmp_path: Path) -> None:
     whole = run("whole", 2)
     run("again", 1)
     assert (run("again", 2) / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    steps = [event for event in read_log(whole / "metrics.jsonl") if event["kind"] == "step"]
-    assert all(step["train/tokens"] > 0 and step["sync/gap"] < 1e-4 for step in steps)
+    assert all(step["train/tokens"] > 0 and step["sync/gap"] < 1e-4 for step in events_of(whole))
