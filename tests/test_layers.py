@@ -1,6 +1,4 @@
-"""Which room imports which: no arrow runs upwards, no module reaches itself. Read from the source, so that an import
-inside a function or for a type checker counts like any other.
-"""
+"""Which room imports which, read from the source: no arrow runs upwards, no module reaches itself."""
 
 from __future__ import annotations
 

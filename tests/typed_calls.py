@@ -1,6 +1,4 @@
-"""Calls as users write them, for the type checker alone: `make lint` fails where one of the mistakes below passes, as
-its `type: ignore` then has no use.
-"""
+"""Calls as users write them, for the type checker alone: a `type: ignore` of a mistake that passes has no use."""
 
 from pathlib import Path
 

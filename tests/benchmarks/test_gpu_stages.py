@@ -98,12 +98,6 @@ def test_commands_that_are_not_done_are_run(tmp_path: Path) -> None:
     assert gpu.failures(tmp_path) == ["gpu-fails.txt", "gpu-logits.json", "gpu-slow.txt"]
 
 
-def test_every_file_with_gpu_tests_has_a_log(tmp_path: Path) -> None:
-    names = {path.stem for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
-    expected = {f"gpu-1-{name}.txt" for name in names - {Path(__file__).stem}}
-    assert {path.name for path in gpu.test_commands(tmp_path)} == expected
-
-
 def test_what_is_absent_leaves_a_stage_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(gpu.LeftOutError, match="compute-sanitizer"):

@@ -96,7 +96,7 @@ def test_a_page_names_its_command_but_no_folder_of_ours(monkeypatch: pytest.Monk
 
 
 def row(name: str, kind: str, ms: float, **more: Any) -> dict[str, Any]:
-    base = {"name": name, "kind": kind, "setting": "", "status": "ok", "for_gpus": name == "Liger"}
+    base = {"name": name, "kind": kind, "setting": "", "status": "ok"}
     return {**base, **harness.summary([ms / 1e3]), **more}
 
 
