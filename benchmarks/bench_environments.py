@@ -160,7 +160,6 @@ def measure(options: argparse.Namespace) -> dict[str, Rounds]:
 
 
 def page(found: dict[str, Rounds], options: argparse.Namespace) -> str:
-    here = machine.describe()
     median = {
         side: [statistics.median(column) for column in zip(*rounds, strict=True)] for side, rounds in found.items()
     }
@@ -175,11 +174,10 @@ def page(found: dict[str, Rounds], options: argparse.Namespace) -> str:
     ratio = median[slow][4] / median[fast][4] - 1
     return f"""# Several turns against one: {options.engine}
 
-Command: `{machine.command("python", "-m", "benchmarks.bench_environments")}`.
 {options.episodes} episodes of {options.turns} turns of {options.tokens} tokens, {Path(options.model).name},
 {options.dtype}, {options.threads} threads. Medians of {options.rounds} rounds: the sides take turns, and a first round
 of each is left out. Tokens are those that the policy sampled; those of the environment are read, not sampled.
-{machine.headline(here)}; commit {here["commit"]}; load before: {here["load_average"][0]}.
+{machine.facts(options.machine, "python", "-m", "benchmarks.bench_environments")}
 
 | side | tokens | of the environment | seconds of sampling | tokens/s | ÷ one turn | CPU s | tokens/CPU s | ÷ one turn |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
@@ -202,7 +200,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(namespace=argparse.Namespace(machine=machine.describe()))
     text = page(measure(options), options)
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")

@@ -112,21 +112,12 @@ def step_page(found: dict[str, list[dict[str, float]]], here: dict[str, Any], op
 {options.prompts} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of
 micro-batches of at most 16384 tokens, `parallel.reshard_after_forward=false`. Seconds, medians of {options.rounds} ×
 {options.steps} steps: the sides take turns, and the first {WARM_UP} of each process and saving are left out.
-{_machine(here)}
+{machine.facts(here, "python", "-m", "benchmarks.bench_ranks")}
 
 | how | a step | ÷ one process | {" | ".join(phase.replace("_", " ") for phase in shown)} |
 |---|---:|---:|{"---:|" * len(shown)}
 {chr(10).join(rows)}
 """
-
-
-def _machine(here: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("torch", "transformers"))
-    where = f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB"
-    command = machine.command("python", "-m", "benchmarks.bench_ranks")
-    return (
-        f"Command: `{command}`.\n{where}; {versions}; commit {here['commit']}; load before: {here['load_average'][0]}."
-    )
 
 
 def main() -> None:

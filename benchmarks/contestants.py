@@ -58,7 +58,6 @@ class Contestant:
             whether a configuration fits the memory.
         modules: what it imports; the first one's package must be installed.
         backend: of dapo_kernels, where it is not the device's default.
-        for_gpus: written for GPUs by its authors; listed apart in the tables of a CPU.
         destroys_logits: overwrites the caller's logits. Such a contestant is compared with our call that does so too,
             every other one with our call that leaves the logits alone.
     """
@@ -74,7 +73,6 @@ class Contestant:
     copies: tuple[float, float] = (0.0, 0.0)
     modules: tuple[str, ...] = ()
     backend: str | None = None
-    for_gpus: bool = False
     destroys_logits: bool = False
 
     def can_do(self, config: Config) -> bool:

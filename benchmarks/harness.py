@@ -114,7 +114,6 @@ def _row(contestant: Contestant, config: Config, meter: CudaMeter | None) -> Row
         "name": contestant.name,
         "kind": contestant.kind,
         "setting": contestant.setting,
-        "for_gpus": contestant.for_gpus,
         "destroys_logits": contestant.destroys_logits,
         "status": "absent" if missing else "skipped" if reason else "ok",
         "reason": reason,

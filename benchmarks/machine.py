@@ -132,6 +132,12 @@ def command(*program: str) -> str:
     return " ".join([*program, re.sub(r" ?--(out|results)[ =]\S+", "", arguments).strip()]).strip()
 
 
+def facts(here: dict[str, Any], *program: str) -> str:
+    """Return the command of this process, the machine, and the load that ``describe`` found, for a page."""
+    where = f"{headline(here)}, {here['memory_gib']} GiB; torch {here['versions']['torch']}, commit {here['commit']}"
+    return f"Command: `{command(*program)}`.\n{where}; load before: {here['load_average'][0]}."
+
+
 def available_bytes() -> int:
     """Return the memory that could be taken without swapping."""
     return _bytes("/proc/meminfo", "MemAvailable")
@@ -148,10 +154,6 @@ def peak_resident_bytes() -> int:
 
 def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def is_importable(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def version(package: str) -> str:

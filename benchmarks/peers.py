@@ -78,7 +78,7 @@ _TRL = "trl.trainer.utils"
 _TRL_TENSORS = {"rounding": softmax_rounding, "copies": (2.5, 0.0)}
 
 
-@_peer("TRL selective_log_softmax", "[B, L, V] as its trainers call it", "logits", _TRL, for_gpus=True, **_TRL_TENSORS)
+@_peer("TRL selective_log_softmax", "[B, L, V] as its trainers call it", "logits", _TRL, **_TRL_TENSORS)
 def _trl_selective(problem: Problem) -> Run:
     from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
 
@@ -95,7 +95,7 @@ def _trl_selective(problem: Problem) -> Run:
     return from_logprobs(problem, logprobs_of)
 
 
-@_peer("TRL chunked log-probs", "its default tile", "hidden", _TRL, "trl.kernels", for_gpus=True)
+@_peer("TRL chunked log-probs", "its default tile", "hidden", _TRL, "trl.kernels")
 def _trl_chunked(problem: Problem) -> Run:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
@@ -112,7 +112,7 @@ def _trl_chunked(problem: Problem) -> Run:
 _LIGER = ("liger_kernel.chunked_loss", "torch._dynamo", "torch._inductor.compile_fx")
 
 
-@_peer("Liger GRPO", "all sequences in one chunk", "hidden", *_LIGER, takes=_takes_dapo, for_gpus=True)
+@_peer("Liger GRPO", "all sequences in one chunk", "hidden", *_LIGER, takes=_takes_dapo)
 def _liger_hidden(problem: Problem) -> Run:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 

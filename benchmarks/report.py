@@ -42,7 +42,6 @@ gradients included (their share is in the next column).
 REHEARSAL_WARNING = "**REHEARSAL on a CPU with tiny sizes: no figure on this page means anything.**"
 _COLUMNS = ("contestant", "setting", "median ms", "min–max")
 _MEMORY_COLUMNS = ("peak extra MiB", "of it gradients", "error: loss · gradient")
-_FOR_GPUS = "*written for GPUs:*"
 
 
 def write(results: dict[str, Any], base: Path) -> None:
@@ -182,13 +181,6 @@ def headlines(records: Sequence[Record]) -> list[list[Record]]:
     return list(groups.values())
 
 
-def _apart(rows: Sequence[tuple[bool, list[str]]]) -> list[list[str]]:
-    """Return the rows, with those of contestants that were written for GPUs last, under a line of their own."""
-    last = [cells for is_apart, cells in rows if is_apart]
-    mark = [[_FOR_GPUS, *[""] * (len(last[0]) - 1)]] if last else []
-    return [cells for is_apart, cells in rows if not is_apart] + mark + last
-
-
 def best_of(group: Sequence[Record], name: str) -> tuple[Record, Record] | None:
     """Return the record and the row where that side was fastest."""
     found = [(record, row) for record in group for row in record["rows"] if row["name"] == name and _timed(row)]
@@ -204,8 +196,7 @@ def table(record: Record) -> str:
         return f"No figures: {_why_empty(record)}"
     denominators = record["denominators"]
     columns = [*_COLUMNS, *(f"÷ {name}" for name in denominators), "÷ dapo_kernels", *_MEMORY_COLUMNS]
-    on_cpu = record["allocator"] is not None
-    rows = _apart([(on_cpu and row.get("for_gpus", False), cells(row, denominators)) for row in record["rows"]])
+    rows = [cells(row, denominators) for row in record["rows"]]
     reached = _rates(record)
     notes = [f"Reached: {reached}."] if reached else []
     return "\n\n".join([markdown_table(columns, rows, texts=2), *notes])
