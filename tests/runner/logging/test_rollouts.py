@@ -95,15 +95,6 @@ def test_the_oldest_steps_are_removed_and_that_is_noted_once(
     assert list(saved_steps(folder)) == [7]
 
 
-def test_the_same_steps_give_the_same_bytes_and_half_a_file_is_none(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "step_000003.jsonl.gz.unfinished").write_bytes(b"torn")
-    assert saved_steps(tmp_path / "b") == {}
-    for name in "ab":
-        write(open_log(tmp_path / name), 3, GROUPS)
-    assert saved_steps(tmp_path / "a")[3].read_bytes() == saved_steps(tmp_path / "b")[3].read_bytes()
-
-
 def test_values_per_token_are_saved(tmp_path: Path) -> None:
     """Three prompt tokens, four of the response; the second sample was left out of the loss and has no values."""
     group = Group(make_prompt(n_tokens=3), (make_sample(True), make_sample(False, trains=False)))
