@@ -220,19 +220,20 @@ def test_an_endpoint_that_refuses_everything_ends_the_run_at_once(status: int) -
 
 def test_no_request_is_sent_before_its_turn() -> None:
     """Its deadline begins when it is sent."""
-    lock, both, now, most = threading.Lock(), threading.Barrier(2), 0, 0
+    lock, both, over, now, most = threading.Lock(), threading.Barrier(2), threading.Event(), 0, 0
 
     def count(body: dict[str, Any]) -> Any:
         nonlocal now, most
         with lock:
-            now, most = now + 1, max(most, now + 1)
+            now, most, is_full = now + 1, max(most, now + 1), now == 1
+        over.wait(0.2 * is_full)  # in which a third would come
         both.wait(LIMIT)
         with lock:
             now -= 1
         return by_response(body)
 
     with FakeAPI(count) as api:
-        Scorer(at(api, calls={"concurrency": 2, "retries": 0}))(*batch(*(f"0.{number}" for number in range(10, 40))))
+        Scorer(at(api, calls={"concurrency": 2, "retries": 0}))(*batch("0.1", "0.2", "0.3", "0.4"))
     assert most == 2
 
 
