@@ -22,7 +22,7 @@ from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import engine_class
-from dapo_runner.rollout.episodes import open_episodes
+from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.run.folder import CONFIG_FILE, read_config
 from dapo_runner.types import Group
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     device = resolve_device(config.run.device)
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
-        episodes = open_episodes(config, tokenizer)
+        episodes = EpisodeRunner(config, tokenizer) if config.env else None
         worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
         result = evaluate(worker.generate, dataset.heldout, config)
     for group in result.groups[: options.show]:

@@ -14,11 +14,10 @@ class EnvironmentConfig(Section):
     tools: list[str] = []  # functions that the policy may call, each as module:function
     max_turns: PositiveInt = 8  # turns of the policy in an episode
     max_turn_tokens: PositiveInt | None = None  # per turn; null: the rest of rollout.max_response_tokens
-    timeout_seconds: PositiveFloat = 60.0  # for one call of an environment; the episode of a slower call is left out
+    timeout_seconds: PositiveFloat = 60.0  # of an environment between two turns; slower episodes are left out
     concurrency: PositiveInt = 64  # environment calls at the same time, in each round of rollouts
     max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail
 
     def checks(self) -> Iterator[Check]:
-        yield "kind", bool(self.kind or self.tools), "module:Class, or env.tools"
-        for key, names in (("kind", [self.kind] if self.kind else []), ("tools", self.tools)):
-            yield key, all(":" in name for name in names), "module:name"
+        yield "kind", ":" in self.kind if self.kind else bool(self.tools), "module:Class, or env.tools"
+        yield "tools", all(":" in name for name in self.tools), "module:name"

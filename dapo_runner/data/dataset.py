@@ -14,7 +14,7 @@ from dapo_runner.data.arithmetic import split_problems
 from dapo_runner.data.curriculum import Curriculum
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.data.reasoning_gym import generate_problems
-from dapo_runner.environments.make import template_arguments
+from dapo_runner.environments.tools import template_arguments
 from dapo_runner.types import Group, Prompt
 
 T = TypeVar("T")

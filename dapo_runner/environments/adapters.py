@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -25,48 +24,38 @@ class TextArena(Environment):
 
     def __init__(self, name: str, opponent: Callable[[str, random.Random], str] | None = None, **settings: Any) -> None:
         """Make the game ``name``, e.g. `GuessTheNumber-v0`, with ``settings`` as its arguments. Raises ConfigError."""
-        self.opponent, self.random = opponent, random.Random()
+        self.opponent: Any = opponent
+        self.random = random.Random()
         try:
-            with self._own_random_numbers():
-                self.game = import_module("textarena").make(f"{name.removesuffix('-raw')}-raw", **settings)
+            self.game = self._call(import_module("textarena").make, f"{name.removesuffix('-raw')}-raw", **settings)
         except (ImportError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"env.kind: expected a game of textarena (`pip install textarena`), got {name!r}: {error}"
-            ) from error
+            raise ConfigError(f"env.kind: expected a game of textarena, got {name!r}: {error}") from error
 
     def reset(self, row: Mapping[str, Any]) -> str:
         self.random.seed(seed := zlib.crc32(repr(sorted(row.items())).encode()))
-        with self._own_random_numbers():
-            self.game.reset(num_players=1 if self.opponent is None else 2, seed=seed)
-        return str(self._observe(is_done=False).observation)
+        self._call(self.game.reset, num_players=1 if self.opponent is None else 2, seed=seed)
+        return str(self._observe().observation)
 
     def step(self, text: str) -> Answer:
-        return self._observe(self._move(text))
+        return self._observe(self._call(self.game.step, action=text)[0])
 
-    def _observe(self, is_done: bool) -> Answer:
+    def _observe(self, is_done: bool = False) -> Answer:
         """Return what player 0 observes once the others have moved."""
         while not is_done:
             player, found = self.game.get_observation()
             observed = "\n".join(text for sender, text, _ in found if sender != player)
             if player == 0:
                 return Answer(observed, None, False)
-            assert self.opponent is not None
-            is_done = self._move(self.opponent(observed, self.random))
-        rewards, _ = self.game.close()
-        return Answer("", rewards[0], True)
+            is_done = self._call(self.game.step, action=self.opponent(observed, self.random))[0]
+        return Answer("", self.game.close()[0][0], True)
 
-    def _move(self, text: str) -> bool:
-        with self._own_random_numbers():
-            return bool(self.game.step(action=text)[0])
-
-    @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
-        """Make the random numbers of this episode Python's global ones."""
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function while the random numbers of this episode are Python's global ones."""
         with _TEXTARENA:
             others = random.getstate()
             random.setstate(self.random.getstate())
             try:
-                yield
+                return function(*arguments, **options)
             finally:
                 self.random.setstate(random.getstate())
                 random.setstate(others)

@@ -40,7 +40,6 @@ class Environment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin the episode of a row of the data set. The text is appended to the last user message of the prompt."""
-        ...
 
     def step(self, text: str) -> Answer | tuple[str | tuple[Message, ...] | None, float | None, bool]:
         """Answer a turn of the policy: its text without the token that ended it, other special tokens included.
@@ -48,4 +47,3 @@ class Environment(Protocol):
         If the episodes of a prompt have no reward, `reward.kind` scores their last turns. If some have, the others
         have the reward 0.
         """
-        ...

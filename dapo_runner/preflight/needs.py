@@ -10,7 +10,7 @@ from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.data.reading import missing_data
-from dapo_runner.environments.make import template_arguments
+from dapo_runner.environments.tools import template_arguments
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import check_trackers
 from dapo_runner.parallel.world import Layout

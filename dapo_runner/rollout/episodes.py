@@ -6,17 +6,17 @@ environment says is tokenized once and does not train. Each episode goes on as s
 
 from __future__ import annotations
 
-import asyncio
 import random
 import reprlib
+import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,19 +24,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from dapo_runner.config import Config
 from dapo_runner.environments.environment import Answer, Environment, Number
-from dapo_runner.environments.make import make_environment, read_tools
 from dapo_runner.environments.template import TurnTemplate
-from dapo_runner.environments.tools import ToolEnvironment
+from dapo_runner.environments.tools import ToolEnvironment, make_environment, template_arguments
 from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.rewards.reward import describe_error, in_thread
 from dapo_runner.rollout.engine import Groups, RolloutEngine
-from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, TruncatedSupport, Turn
+from dapo_runner.rollout.segments import begin, join
+from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, Turn
 
-MOST_OF_ERROR = 300  # characters of an environment's error that are shown
 MOST_CHARACTERS = 32  # of a message, for each token that an episode may have; longer ones are not even tokenized
-KINDS = ("raised", "late", "invalid", "too_long")
+COUNTS = ("episodes", "turns", "failed", "failed_raised", "failed_late", "failed_invalid", "failed_too_long")
+END = "a finite number or None from get_reward, and numbers in counts"
 ANSWER = "(text, messages or None; finite number or None; True or False) from step"
-COUNTS = ("episodes", "turns", "failed", *(f"failed_{kind}" for kind in KINDS))
+_adapter = cache(TypeAdapter)
+
+Play = Generator[tuple[Prompt, SamplingParams], Completion, tuple[Completion, dict[str, float]]]
 
 
 class EpisodeError(RunError):
@@ -44,110 +46,172 @@ class EpisodeError(RunError):
 
 
 class FailureError(Exception):
-    """An environment failed in one of the ways of ``KINDS``."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-@dataclass(eq=False)
-class _Episode:
-    """An episode in the making."""
-
-    number: int  # of its prompt in the call
-    prompt: Prompt
-    sampling: SamplingParams  # of its group
-    name: str  # what its random numbers follow from
-    environment: Any = None
-    cleanup: ExitStack = field(default_factory=ExitStack)  # closes the environment
-    call: Future[Any] = field(default_factory=Future)  # of the environment, the last one so far
-    turns: list[tuple[list[int], Completion]] = field(default_factory=list)  # each behind tokens of the environment
-    rewards: list[float | None] = field(default_factory=list)  # of the turns
-    end: str = ""  # why it ended
-    error: FailureError | None = None
-    counts: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return list(chain.from_iterable((*tokens, *turn.token_ids.tolist()) for tokens, turn in self.turns))
-
-    @property
-    def room(self) -> int:
-        """Tokens that it may still have."""
-        return self.sampling.max_tokens - len(self.token_ids)
-
-    def reset(self, make: Callable[[], Environment]) -> str:
-        self.environment = make()
-        self.cleanup.callback(getattr(self.environment, "close", lambda: None))
-        text = self.environment.reset(deepcopy({"answer": self.prompt.answer, **self.prompt.row}))
-        return _checked(str | None, text, "a text or None from reset") or ""
-
-    def step(self, text: str) -> Answer:
-        answer: Answer = _checked(Answer, self.environment.step(text), ANSWER)
-        if not (answer.is_done or answer.messages):
-            raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
-        return answer
-
-    def finish(self) -> None:
-        """Add the reward of the whole episode to that of its last turn, and close the environment."""
-        with self.cleanup:
-            found = getattr(self.environment, "get_reward", lambda: None)()
-            reward = _checked(Number | None, found, "a finite number or None from get_reward")
-            self.counts = _checked(dict[str, Number], getattr(self.environment, "counts", {}), "numbers in counts")
-        if {*self.counts} & {*COUNTS}:
-            raise FailureError("invalid", f"expected counts by other names than {', '.join(COUNTS)}")
-        if reward is not None:
-            self.rewards[-1] = reward + (self.rewards[-1] or 0.0)
+    """An environment failed without an error of its own. Arguments: late, invalid or too_long, and a message."""
 
 
 class EpisodeRunner:
-    """Has an engine and environments take turns. Calls may be in several threads.
-
-    Raises ConfigError for an environment that cannot be imported, or a chat template that does not only append.
-    """
+    """Has an engine and environments take turns. Calls may be in several threads. Raises ConfigError."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         assert config.env is not None
         self.config, self.tokenizer = config.env, tokenizer
+        self.decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
-        self.template = TurnTemplate(tokenizer, chat=chat, tools=read_tools(self.make))
+        self.template = TurnTemplate(tokenizer, chat=chat, tools=template_arguments(config.env)["tools"])
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
-        self.unknown: list[str] = []  # the first text that the tokenizer does not know
+        self.n_unknown = count()  # texts that the tokenizer does not know a part of
 
     def __call__(
         self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], options: CallOptions
     ) -> Groups:
         """Return the episodes of each prompt without those that failed. Raises EpisodeError where too many did."""
-        episodes = [
-            _Episode(number, prompt, one, f"{one.seed}:{number if one.index is None else one.index}:{sample}")
+        numbers = [number for number, one in enumerate(sampling) for _ in range(one.n)]
+        plays = [
+            self._play(prompt, one, f"{one.seed}:{number if one.index is None else one.index}:{sample}")
             for number, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
             for sample in range(one.n)
         ]
-        _run(_Call(self, engine).run(episodes, options))
-        self._count(episodes)
-        groups = [[one for one in episodes if one.number == number and not one.error] for number in range(len(prompts))]
-        for group in groups:
-            if any(reward is not None for episode in group for reward in episode.rewards):
-                for episode in group:
-                    episode.rewards[-1] = episode.rewards[-1] or 0.0
-        return [[_joined(episode, self.tokenizer) for episode in group] for group in groups]
-
-    def _count(self, episodes: Sequence[_Episode]) -> None:
-        failed = [(episode, episode.error) for episode in episodes if episode.error is not None]
-        counts = Counter(episodes=len(episodes), turns=sum(len(one.turns) for one in episodes), failed=len(failed))
-        counts.update(f"failed_{error.kind}" for _, error in failed)
-        for episode in episodes:
-            counts.update({} if episode.error else episode.counts)
+        found, turns = self._run(engine, plays, options)
+        failed = {key: one for key, one in found.items() if isinstance(one, BaseException)}
+        counts = Counter[str](episodes=len(plays), turns=turns.total(), failed=len(failed))
+        counts.update(f"failed_{one.args[0] if isinstance(one, FailureError) else 'raised'}" for one in failed.values())
+        groups: Groups = [[] for _ in prompts]
+        for key in sorted(found.keys() - failed.keys()):
+            groups[numbers[key]].append(found[key][0])
+            counts.update(found[key][1])
         self.counts.append(counts)
         if failed:
-            episode, error = failed[0]
-            where = f"prompt {episode.prompt.id}, turn {len(episode.turns)}"
-            warning = f"{len(failed)} of {len(episodes)} episodes failed and are left out: {error}; {where}"
+            first, error = min(failed), failed[min(failed)]
+            text = error.args[1] if isinstance(error, FailureError) else describe_error(error)
+            where = f"prompt {prompts[numbers[first]].id}, turn {turns[first]}"
+            warning = f"{len(failed)} of {len(plays)} episodes failed and are left out: {text!r:.300}; {where}"
             self.warnings.append(warning)
-            if len(failed) > self.config.max_failed * len(episodes) + 1e-9:
-                raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error.__cause__
+            if len(failed) > self.config.max_failed * len(plays) + 1e-9:
+                raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error
+        for group in groups:
+            if any(one.environment_reward is not None for one in group):
+                ends = [one.turns[-1]._replace(reward=one.turns[-1].reward or 0.0) for one in group]
+                group[:] = [replace(one, turns=(*one.turns[:-1], end)) for one, end in zip(group, ends, strict=True)]
+        return groups
+
+    def _run(self, engine: RolloutEngine, plays: list[Play], options: CallOptions) -> tuple[dict[int, Any], Any]:
+        """Return what each episode returned or raised, and how many turns it had.
+
+        The engine works in this thread. Environments are called in others, which are left behind if they are late.
+        """
+        found, turns = dict[int, Any](), Counter[int]()
+        futures, deadlines = dict[int, Any](), dict[int, float]()  # of calls, by the key of the episode
+        waiting = deque[tuple[int, Any]]((key, None) for key in range(len(plays)))
+        seconds, progress = self.config.timeout_seconds, threading.Event()
+        late = FailureError("late", f"no answer within {seconds:g} s (env.timeout_seconds)")
+        try:
+            with closing(engine.open_call(options, progress.set, len(plays))) as asked:
+                while len(found) < len(plays):
+                    is_ready = asked.is_ready(not (waiting or deadlines))
+                    while waiting and len(deadlines) < self.config.concurrency:
+                        key, turn = waiting.popleft()
+                        futures[key] = in_thread(partial(plays[key].send, turn))
+                        deadlines[key] = time.monotonic() + seconds
+                        futures[key].add_done_callback(lambda _: progress.set())
+                    if is_ready:
+                        waiting.extend(asked.work())
+                    else:
+                        progress.wait(min(deadlines.values()) - time.monotonic() if deadlines else None)
+                        progress.clear()
+                    for key in [key for key, end in deadlines.items() if futures[key].done() or end < time.monotonic()]:
+                        del deadlines[key]
+                        error = futures[key].exception() if futures[key].done() else late
+                        if error is None:
+                            asked.add(key, *futures[key].result())
+                            turns[key] += 1
+                        else:
+                            found[key] = error.value if isinstance(error, StopIteration) else error
+            return found, turns
+        finally:
+            for key, future in futures.items():  # closes environments, once their last calls have ended
+                if found.get(key, late) is late:
+                    future.add_done_callback(lambda _, close=plays[key].close: in_thread(close))
+
+    def _play(self, prompt: Prompt, sampling: SamplingParams, name: str) -> Play:
+        """Yield what the engine is asked for each turn. Return the whole episode as one response, and its counts.
+
+        ``name``: what its random numbers follow from. Raises FailureError.
+        """
+        episode, end, limit = begin(torch.zeros(0).long()), "length", sampling.max_tokens
+        environment = self.make()
+        try:
+            row = deepcopy({"answer": prompt.answer, **prompt.row})
+            text = _checked(str | None, environment.reset(row), "a text or None from reset") or ""
+            write = partial(self.template.open_episode, prompt.messages, text)
+            for number in range(self.config.max_turns):
+                tokens = self._tokenize(text, write, limit, is_result=number > 0 and bool(self.template.tools))
+                room = limit - episode.length - len(tokens)
+                if room <= 0:
+                    break
+                asked = replace(prompt, token_ids=(*prompt.token_ids, *episode.token_ids.tolist(), *tokens))
+                n, seed = self.config.max_turn_tokens or room, random.Random(f"{name}:{number}").getrandbits(31)
+                turn = yield asked, replace(sampling, n=1, max_tokens=min(room, n), seed=seed, index=0)
+                answer = None if turn.truncated else self._step(environment, turn)
+                episode = self._extended(episode, tokens, turn, answer and answer.reward)
+                if answer is None or answer.is_done:
+                    end = "length" if answer is None else "done"
+                    break
+                text = "".join(message.content for message in answer.messages)
+                write = partial(self.template.reply, answer.messages, int(turn.token_ids[-1]))
+            else:
+                end = "max_turns"
+            found = getattr(environment, "get_reward", lambda: None)(), getattr(environment, "counts", {})
+            reward, counts = _checked(tuple[Number | None, dict[str, Number]], found, END)
+            if {*counts} & {*COUNTS}:
+                raise FailureError("invalid", f"expected counts by other names than {', '.join(COUNTS)}")
+        finally:
+            getattr(environment, "close", lambda: None)()
+        last = episode.turns[-1]
+        last = last._replace(finish_reason=end, reward=last.reward if reward is None else reward + (last.reward or 0.0))
+        turns = (*episode.turns[:-1], last)
+        episode = replace(
+            episode,
+            finish_reason="length" if end == "length" else "stop",
+            loss_mask=torch.tensor([turn.role == "assistant" for turn in turns for _ in range(turn.start, turn.end)]),
+            turns=turns,
+            environment=environment.state if isinstance(environment, ToolEnvironment) else environment,
+        )
+        return episode, counts
+
+    def _tokenize(self, text: str, write: Callable[[], list[int]], limit: int, is_result: bool) -> list[int]:
+        """Return the tokens of a text of the environment as ``write`` writes it. Raises FailureError."""
+        try:
+            tokens = write() if len(text) <= MOST_CHARACTERS * limit else [-1] * limit
+        except ConfigError as error:  # a role that the chat template does not take
+            raise FailureError("invalid", str(error)) from error
+        unknown = self.tokenizer.unk_token_id
+        is_unknown = unknown in tokens and unknown in self.tokenizer.encode(text, add_special_tokens=False)
+        if is_unknown and next(self.n_unknown) == 0:
+            self.warnings.append(f"env: the tokenizer turns a part of {text!r:.200} into {self.tokenizer.unk_token}")
+        if len(tokens) >= limit and not is_result:  # the policy asked for a result
+            raise FailureError("too_long", f"expected fewer than {limit} tokens in all, got {len(text)} characters")
+        return tokens
+
+    def _step(self, environment: Environment, turn: Completion) -> Answer:
+        *ids, last = turn.token_ids.tolist()
+        text = self.decode(ids if self.template.is_special(last) else [*ids, last])
+        answer: Answer = _checked(Answer, environment.step(text), ANSWER)
+        if not (answer.is_done or answer.messages):
+            raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
+        return answer
+
+    def _extended(self, episode: Completion, tokens: list[int], turn: Completion, reward: float | None) -> Completion:
+        """Return an episode with ``tokens`` of the environment and a turn of the policy behind them."""
+        n, turns = len(tokens), list(episode.turns)
+        versions = tuple(span._replace(length=n) for span in turn.versions[:1] if n)
+        said = replace(begin(torch.tensor(tokens).long()), logprobs=torch.full((n,), torch.nan), versions=versions)
+        for part in (said, turn) if tokens else (turn,):
+            place = episode.length, episode.length + part.length, self.decode(part.token_ids.tolist())
+            turns.append(Turn("environment" if part is said else "assistant", *place))
+            episode = replace(join(episode, part), versions=(*episode.versions, *part.versions))
+        turns[-1] = turns[-1]._replace(finish_reason="stop", reward=reward)
+        return replace(episode, turns=tuple(turns))
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
@@ -160,147 +224,11 @@ class EpisodeRunner:
         """Return which episodes were left out since the last call."""
         return [self.warnings.popleft() for _ in range(len(self.warnings))]
 
-    def warn_if_unknown(self, text: str, tokens: Sequence[int]) -> None:
-        """Warn once of a text of an environment that the vocabulary lacks a part of. ``tokens``: as it was written."""
-        unknown = self.tokenizer.unk_token_id
-        if unknown in tokens and not self.unknown and unknown in self.tokenizer.encode(text, add_special_tokens=False):
-            self.unknown.append(text)
-            self.warnings.append(f"env: the tokenizer turns a part of {text!r:.200} into {self.tokenizer.unk_token}")
-
     def uncounted(self) -> EpisodeRunner:
         """Return a runner whose episodes are not counted here. It shares the warnings."""
         other = copy(self)
         other.counts = deque()
         return other
-
-
-def _run(call: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end, in a thread if this one has a running event loop, as that of a notebook does."""
-    run = partial(asyncio.run, call)
-    run() if asyncio.events._get_running_loop() is None else in_thread(run).result()
-
-
-class _Call:
-    """A call of an ``EpisodeRunner``. Episodes are coroutines of this thread; environments are called in others."""
-
-    def __init__(self, runner: EpisodeRunner, engine: RolloutEngine) -> None:
-        self.runner, self.config, self.template, self.engine = runner, runner.config, runner.template, engine
-        self.progress = asyncio.Event()
-        self.free = asyncio.Semaphore(self.config.concurrency)
-        self.n_called = 0  # environments that have not answered
-        self.sampled: dict[int, asyncio.Future[Completion]] = {}
-
-    async def run(self, episodes: Sequence[_Episode], options: CallOptions) -> None:
-        loop = asyncio.get_running_loop()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self.progress.set)
-
-        with closing(self.engine.open_call(options, wake, len(episodes))) as self.asked:
-            lives = (self._live(key, episode) for key, episode in enumerate(episodes))
-            finished = asyncio.gather(*lives, return_exceptions=True)
-            finished.add_done_callback(lambda _: self.progress.set())
-            while not finished.done():
-                if self.asked.is_ready(self.n_called == 0):
-                    for key, completion in self.asked.work():
-                        self.sampled.pop(key).set_result(completion)
-                    for _ in range(3):  # rounds of the loop until the answer of a thread has reached its episode
-                        await asyncio.sleep(0)
-                else:
-                    await self.progress.wait()
-                    self.progress.clear()
-            for error in filter(None, await finished):
-                raise error
-
-    async def _live(self, key: int, episode: _Episode) -> None:
-        try:
-            episode.end = await self._take_turns(key, episode)
-            await self._call(episode, episode.finish)
-        except BaseException as error:  # a cancellation too: the engine has failed
-            episode.call.add_done_callback(lambda _: in_thread(episode.cleanup.close))  # no call runs beside another
-            if not isinstance(error, FailureError):
-                raise
-            episode.error = error
-
-    async def _take_turns(self, key: int, episode: _Episode) -> str:
-        """Return why the episode ended."""
-        text = await self._call(episode, partial(episode.reset, self.runner.make))
-        tokens = self._tokenize(episode, text, partial(self.template.open_episode, episode.prompt.messages, text))
-        while len(tokens) < episode.room:
-            self.asked.add(key, *self._request(episode, tokens))
-            self.sampled[key] = asyncio.get_running_loop().create_future()
-            completion = await self.sampled[key]
-            episode.turns.append((tokens, completion))
-            episode.rewards.append(None)
-            if completion.truncated:
-                break
-            sampled = completion.token_ids.tolist()
-            own = sampled[:-1] if self.template.is_special(sampled[-1]) else sampled
-            text = self.runner.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            answer = await self._call(episode, partial(episode.step, text))
-            episode.rewards[-1] = answer.reward
-            if answer.is_done:
-                return "done"
-            if len(episode.turns) == self.config.max_turns:
-                return "max_turns"
-            reply = "".join(message.content for message in answer.messages)
-            tokens = self._tokenize(episode, reply, partial(self.template.reply, answer.messages, sampled[-1]))
-        return "length"
-
-    def _tokenize(self, episode: _Episode, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
-        limit = episode.sampling.max_tokens
-        try:
-            tokens = tokenize() if len(text) <= MOST_CHARACTERS * limit else [-1] * limit
-        except ConfigError as error:  # a role that the chat template does not take
-            raise FailureError("invalid", str(error)) from error
-        self.runner.warn_if_unknown(text, tokens)
-        if len(tokens) >= limit and not (episode.turns and self.template.tools):  # the policy asked for this result
-            raise FailureError(
-                "too_long", f"expected messages that fit into an episode of {limit} tokens, got {len(text)} characters"
-            )
-        return tokens
-
-    def _request(self, episode: _Episode, tokens: list[int]) -> tuple[Prompt, SamplingParams]:
-        """Return what the engine is asked for the next turn, behind ``tokens`` of the environment."""
-        room = episode.room - len(tokens)
-        limit = min(room, self.config.max_turn_tokens or room)
-        seed = random.Random(f"{episode.name}:{len(episode.turns)}").getrandbits(31)
-        prompt = replace(episode.prompt, token_ids=(*episode.prompt.token_ids, *episode.token_ids, *tokens))
-        return prompt, replace(episode.sampling, n=1, max_tokens=limit, seed=seed, index=0)
-
-    async def _call(self, episode: _Episode, function: Callable[[], Any]) -> Any:
-        """Call an environment in a thread, which is left behind if it is late. Raises FailureError."""
-        self.n_called += 1
-        try:
-            async with self.free:
-                episode.call = in_thread(partial(_attempt, function))
-                result = await asyncio.wait_for(asyncio.wrap_future(episode.call), self.config.timeout_seconds)
-        except asyncio.TimeoutError:
-            message = f"no answer within {self.config.timeout_seconds:g} s (env.timeout_seconds)"
-            raise FailureError("late", message) from None
-        finally:
-            self.n_called -= 1
-            self.progress.set()
-        if isinstance(result, FailureError):
-            raise result
-        return result
-
-
-def _attempt(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, or a FailureError."""
-    try:
-        return function()
-    except FailureError as failure:
-        return failure
-    except BaseException as error:
-        text = "".join(character if character.isprintable() else "�" for character in describe_error(error))
-        raised = FailureError("raised", text[:MOST_OF_ERROR])
-        raised.__cause__ = error
-        return raised
-
-
-_adapter = cache(TypeAdapter)
 
 
 def _checked(kind: Any, value: Any, expected: str) -> Any:
@@ -309,46 +237,3 @@ def _checked(kind: Any, value: Any, expected: str) -> Any:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
         raise FailureError("invalid", f"expected {expected}, got {reprlib.repr(value)}") from error
-
-
-def open_episodes(config: Config, tokenizer: Any) -> EpisodeRunner | None:
-    """Return what runs the episodes of `env`; None where responses have one turn. Raises ConfigError."""
-    return None if config.env is None else EpisodeRunner(config, tokenizer)
-
-
-def _joined(episode: _Episode, tokenizer: Any) -> Completion:
-    """Return the whole episode as one response."""
-    parts, turns, start = list[Completion](), list[Turn](), 0
-    ends = [*(("stop", reward) for reward in episode.rewards[:-1]), (episode.end, episode.rewards[-1])]
-    for (tokens, completion), end in zip(episode.turns, ends, strict=True):
-        for part in (_as_part(tokens, completion), completion) if tokens else (completion,):
-            text = tokenizer.decode(part.token_ids.tolist(), clean_up_tokenization_spaces=False)
-            place = start, start + part.length, text
-            turns.append(Turn("assistant", *place, *end) if part is completion else Turn("environment", *place))
-            parts.append(part)
-            start += part.length
-    supports = [part.support for part in parts if part.support is not None]
-    return replace(
-        parts[-1],
-        token_ids=torch.cat([part.token_ids for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        finish_reason="length" if episode.end == "length" else "stop",
-        support=TruncatedSupport.concatenate(supports) if supports else None,
-        versions=tuple(span for part in parts for span in part.versions),
-        loss_mask=torch.cat([torch.full((turn.end - turn.start,), turn.role == "assistant") for turn in turns]),
-        turns=tuple(turns),
-        environment=shown.state if isinstance(shown := episode.environment, ToolEnvironment) else shown,
-    )
-
-
-def _as_part(tokens: list[int], following: Completion) -> Completion:
-    """Return tokens of the environment in the form of a response, as the turn ``following`` them is."""
-    n, versions = len(tokens), following.versions[:1]
-    return Completion(
-        token_ids=torch.tensor(tokens),
-        logprobs=torch.full((n,), torch.nan),
-        finish_reason="stop",
-        text="",
-        support=None if following.support is None else TruncatedSupport.full(n),
-        versions=tuple(span._replace(length=n) for span in versions),
-    )

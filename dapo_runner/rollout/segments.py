@@ -41,16 +41,19 @@ def add_prefix(prompt: Prompt, tokens: Tensor) -> Prompt:
 def join_continuation(prefix: Prompt, end: Completion, tokenizer: Any) -> Completion:
     """Return the whole response that ``end`` continues. The log-probs of the prefix are unknown and set to 0."""
     n = prefix.n_response_tokens
-    return _join(_begun(torch.tensor(prefix.token_ids[len(prefix.token_ids) - n :], dtype=torch.int64)), end, tokenizer)
+    return join(begin(torch.tensor(prefix.token_ids[len(prefix.token_ids) - n :], dtype=torch.int64)), end, tokenizer)
 
 
-def _begun(token_ids: Tensor) -> Completion:
+def begin(token_ids: Tensor) -> Completion:
+    """Return tokens, int64 [N], as a response to continue."""
     n = len(token_ids)
     return Completion(token_ids, torch.zeros(n), "length", "", support=TruncatedSupport.full(n))
 
 
-def _join(begun: Completion, end: Completion, tokenizer: Any) -> Completion:
-    """Return ``end`` preceded by the tokens of ``begun``. A support is kept only if ``end`` has one."""
+def join(begun: Completion, end: Completion, tokenizer: Any = None) -> Completion:
+    """Return ``end`` preceded by the tokens of ``begun``. A support is kept only if ``end`` has one. The text is that
+    of all tokens with a ``tokenizer``, else that of ``end``.
+    """
     token_ids, support = torch.cat([begun.token_ids, end.token_ids]), end.support
     if support is not None and begun.support is not None:
         support = TruncatedSupport.concatenate([begun.support, support])
@@ -58,7 +61,7 @@ def _join(begun: Completion, end: Completion, tokenizer: Any) -> Completion:
         end,
         token_ids=token_ids,
         logprobs=torch.cat([begun.logprobs, end.logprobs]),
-        text=tokenizer.decode(token_ids.tolist(), skip_special_tokens=True),
+        text=tokenizer.decode(token_ids.tolist(), skip_special_tokens=True) if tokenizer else end.text,
         support=support,
     )
 
@@ -113,7 +116,7 @@ def grow_trees(
     """
     leaves: list[list[Completion]] = [[] for _ in prompts]
     # The nodes of a level: index of the tree, index of the node in the tree's level, response up to the node.
-    level = [(tree, 0, _begun(torch.zeros(0).long())) for tree in range(len(prompts))]
+    level = [(tree, 0, begin(torch.zeros(0).long())) for tree in range(len(prompts))]
     for depth, n in enumerate(shape.branching):
         if not level:
             break
@@ -125,7 +128,7 @@ def grow_trees(
         for (tree, index, begun), children in zip(level, answers, strict=True):
             for number, child in enumerate(children):
                 path = (*begun.path, Branch(number, child.length))
-                response = replace(_join(begun, child, tokenizer), path=path)
+                response = replace(join(begun, child, tokenizer), path=path)
                 if child.truncated and not is_last:
                     next_level.append((tree, index * n + number, response))
                 else:

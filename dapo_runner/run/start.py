@@ -21,7 +21,7 @@ from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.engine import engine_class
-from dapo_runner.rollout.episodes import open_episodes
+from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.worker import RolloutWorker
@@ -84,7 +84,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     score = _build_scorer(config, context)
     stop = StopRequest(note, config.run.grace)
     tokenizer = learner.policy.tokenizer
-    episodes = world.run_or_raise_everywhere(lambda: open_episodes(config, tokenizer))
+    episodes = world.run_or_raise_everywhere(lambda: EpisodeRunner(config, tokenizer) if config.env else None)
     worker = RolloutWorker(engine, score, tokenizer, config.tree, episodes, world, context.clock, stop)
     log = open_log(config, start, trackers, context, tokenizer)
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)

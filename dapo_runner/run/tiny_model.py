@@ -25,7 +25,7 @@ from dapo_runner.data.dataset import apply_template
 from dapo_runner.plugins import import_function
 from dapo_runner.rewards.reward import describe_error
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.episodes import open_episodes
+from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.worker import RolloutWorker, make_requests
 from dapo_runner.types import Prompt, SamplingParams
@@ -198,7 +198,8 @@ def shares_solved_and_truncated(
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
     )
-    worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=open_episodes(config, tokenizer))
+    episodes = EpisodeRunner(config, tokenizer) if config.env else None
+    worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
     groups = worker.generate(make_requests(prompts, sampling))
     truncated = sum(group.n_truncated for group in groups) / len(groups)
     return sum(group.n_correct for group in groups) / len(groups), truncated

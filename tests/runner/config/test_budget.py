@@ -14,16 +14,16 @@ from dapo_runner.config.section import Section
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
     "top": 3560,
-    "rollout": 3417,
+    "rollout": 3334,
     "training": 2272,
     "rewards": 1842,
-    "config": 1807,
+    "config": 1805,
     "algorithms": 1882,
     "tools": 1515,
     "logging": 1199,
     "preflight": 973,
-    "data": 764,
-    "environments": 450,
+    "data": 738,
+    "environments": 365,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
 SETTINGS = 277

@@ -19,7 +19,7 @@ from small import Dapo, events_of
 
 from dapo_runner.config import EnvironmentConfig
 from dapo_runner.environments.adapters import TextArena
-from dapo_runner.environments.make import make_environment
+from dapo_runner.environments.tools import make_environment
 
 ROOT = Path(__file__).parents[3]
 PAGE, FIRST_PAGE = ((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("environments", "first-environment"))
