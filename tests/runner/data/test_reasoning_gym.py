@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from builders import CharTokenizer, make_completion, make_config, make_prompt
 from refusals import refused
-from small import write_recipe
+from small import Dapo, events_of, write_recipe
 
-from dapo_runner.cli import main
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import DUPLICATES, IN_HELDOUT, Dataset, load_data
-from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Prompt, Sample
 
@@ -78,14 +76,13 @@ def test_scores_are_those_of_reasoning_gym(prompt: Prompt) -> None:
 
 
 def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path) -> None:
-    secret, made = tmp_path / "secret", tmp_path / "made"
-    secret.write_text("1")
+    made, say = tmp_path / "made", "exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)')"
     programs = [
         f"open({str(made)!r}, 'w').write('')",
         f"__import__('os').system('touch {made}')",
-        "exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)')",
-        "(lambda: exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)'))()",
-        "[exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)') for x in [1]]",
+        say,
+        f"(lambda: {say})()",
+        f"[{say} for x in [1]]",
         'S(\'exec("import os\\\\nos.write(0, b\\\\"1.0\\\\")\\\\nos._exit(0)")\')',
         "Symbol.__init__.__globals__['sys'].modules['os'].write(0, b'1.0')",
         "exec('import os\\nfor n in range(64):\\n try: os.write(n, b\"{}\\\\n\")\\n except OSError: pass')",
@@ -99,23 +96,19 @@ def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path
     assert slow.verdict.rule == "timeout"
 
 
-def test_a_wrong_task_is_refused() -> None:
-    with refused("data.reasoning_gym.1.config") as caught:
+def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:
+    with refused("data.reasoning_gym.1.config", parts=["min_numbers"]):
         load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
-    assert "min_numbers" in str(caught.value)
-
-
-def test_the_reward_is_that_of_the_tasks() -> None:
     assert config_of(SUMS).reward.kind == "reasoning_gym"
     assert config_of(SUMS, reward={"kind": "integer"}).reward.kind == "integer"
 
 
-def test_a_run(tmp_path: Path, model_folder: Path) -> None:
-    recipe = str(write_recipe(tmp_path, steps=1))
+def test_a_run(tmp_path: Path, model_folder: Path, dapo: Dapo) -> None:
     data = "data={reasoning_gym: [{name: chain_sum, config: {max_terms: 2, max_digits: 1}}], limit: 8, eval_size: 2}"
     model = f"model={{path: {model_folder}, dtype: float32}}"
     sizes = ["rollout.max_prompt_tokens=240", "optimizer.token_budget=512", "reward.workers=1"]
-    assert main(["train", recipe, model, data, *sizes, "sampler.filter_groups=false", "run.eval_every=0"]) == 0
-    events = read_log(tmp_path / "runs" / "small" / "metrics.jsonl")
-    assert [event["step"] for event in events if event["kind"] == "step"] == [1]
-    assert "eval/avg@2" in events[-1]
+    small = ["sampler.filter_groups=false", "run.eval_every=0"]
+    dapo("train", write_recipe(tmp_path, steps=1), model, data, *sizes, *small)
+    run = tmp_path / "runs" / "small"
+    assert [event["step"] for event in events_of(run)] == [1]
+    assert "eval/avg@2" in events_of(run, "eval")[-1]
