@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,22 @@ def costs_of(run: Run) -> dict[int, float]:
     return {step: generated[step] + TRAINED * sums[step] for step in sorted(sums)}
 
 
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the mean of each evaluation and up to two before it."""
+    return [fmean(values[max(0, n - 2) : n + 1]) for n in range(len(values))]
+
+
 def endpoints(runs: Sequence[Run]) -> dict[str, Values]:
-    """Return the three endpoints. Equal cost is the smallest of any run."""
+    """Return the three endpoints, of means of three evaluations. Equal cost is the smallest of any run."""
     costs = [costs_of(run) for run in runs]
     equal = min(max(cost.values()) for cost in costs)
     found: dict[str, dict[tuple[str, int], float]] = {"equal updates": {}, "equal cost": {}, "pass@16": {}}
     for run, cost in zip(runs, costs, strict=True):
         key, (steps, accuracy) = (run["variant"], run["seed"]), run["curves"]["eval/avg@16"]
-        found["equal updates"][key] = accuracy[-1]
-        found["equal cost"][key] = float(np.interp(equal, [cost[int(step)] for step in steps], accuracy))
-        found["pass@16"][key] = run["curves"]["eval/pass@16"][1][-1]
+        places = [cost[int(step)] for step in steps]
+        found["equal updates"][key] = smooth(accuracy)[-1]
+        found["equal cost"][key] = float(np.interp(equal, places, smooth(accuracy)))
+        found["pass@16"][key] = smooth(run["curves"]["eval/pass@16"][1])[-1]
     return found
 
 
