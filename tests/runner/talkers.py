@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,19 +69,6 @@ class Digits(Talker):
 
     def get_reward(self) -> float | None:
         return 0.0
-
-
-class Deadly(Digits):
-    """Kills its process in the midst of the episodes of step 2, once."""
-
-    calls = 0
-
-    def step(self, text: str) -> tuple[str, float | None, bool]:
-        Deadly.calls += Path("runs/small/checkpoints/step_000001").exists()
-        if Deadly.calls == 9 and not Path("killed").exists():
-            Path("killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(text)
 
 
 class Mortal(Digits):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from forks import CONTEXT
 from golden_runs import CONFIGURATIONS, REWARD, result_of
-from small import write_recipe
+from small import steps_of, write_recipe
+from talkers import ROOM
 
 from dapo_runner.checkpoint import find_checkpoints, is_whole
 from dapo_runner.config import load_config
@@ -62,8 +63,10 @@ CASES: dict[str, list[str]] = {
     ],
     "early_stop": ["optimizer.lr=1e-30", "run.early_stop={patience: 3}", "run.eval_every=1", "run.steps=9"],
     "several_rewards": [*STEPS, "reward.parts=[{use: dapo}, {use: 'golden_rewards:parity', weight: 0.5}]"],
+    "episodes": [*STEPS, "env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM],
     "tiny": ["run.steps=2", "model.tiny.warmup.steps=30"],
 }
+OWN_START = ("tiny", "episodes")  # turns are longer than the others have positions for
 # Settings of the killed run alone, which change no number.
 UNEQUAL = {"moving_reference": ["optimizer.offload=true"], "dapo": ["run.async_save=true"]}
 
@@ -101,7 +104,7 @@ def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
     def whole_run(name: str) -> Path:
         if name not in done:
-            done[name] = run(write_recipe(folder, None if name == "tiny" else start, name=name), CASES[name])
+            done[name] = run(write_recipe(folder, None if name in OWN_START else start, name=name), CASES[name])
         return done[name]
 
     return whole_run
@@ -120,7 +123,7 @@ def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_killed_and_started_again_equals_uninterrupted(
     name: str, kill: tuple[str, int], whole: Callable[[str], Path], start: Path, tmp_path: Path
 ) -> None:
-    recipe, folder = write_recipe(tmp_path, None if name == "tiny" else start, name=name), tmp_path / "runs" / name
+    recipe, folder = write_recipe(tmp_path, None if name in OWN_START else start, name=name), tmp_path / "runs" / name
     overrides = [*CASES[name], *UNEQUAL.get(name, [])]
     process = CONTEXT.Process(target=run_until_killed, args=(recipe, overrides, *kill, folder))
     process.start()
@@ -131,10 +134,6 @@ def test_killed_and_started_again_equals_uninterrupted(
     assert records(folder) == records(whole(name))
     assert result_of(folder) == result_of(whole(name))
     assert not list(folder.rglob("*.unfinished"))
-
-
-def steps_of(run: Path, key: str) -> list[Any]:
-    return [event.get(key) for event in read_log(run / "metrics.jsonl") if event["kind"] == "step"]
 
 
 def samples_of(run: Path) -> list[dict[str, Any]]:
@@ -198,11 +197,9 @@ def test_figures_are_those_of_whole_trees(start: Path, tmp_path: Path) -> None:
     assert 0 < figures[0][2][0] < 1
 
 
-def test_the_schedule_falls_at_every_step(whole: Callable[[str], Path]) -> None:
+def test_the_schedule_falls_early_stopping_ends_and_episodes_have_turns(whole: Callable[[str], Path]) -> None:
     rates = steps_of(whole("options"), "train/lr")
     assert rates == sorted(set(rates), reverse=True)
     assert len(rates) == 4
-
-
-def test_early_stopping_ends_after_so_many_equal_evaluations(whole: Callable[[str], Path]) -> None:
-    assert len(steps_of(whole("early_stop"), "train/lr")) == 3
+    assert len(steps_of(whole("early_stop"), "train/lr")) == 3  # after so many equal evaluations
+    assert min(steps_of(whole("episodes"), "batch/turns")) > 1.2
