@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from builders import make_config
 from refusals import refused
-from small import Notes, config_in
+from small import Notes, config_in, steps_of
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.logging.metrics import read_log
@@ -37,7 +37,8 @@ def test_after_how_many_evaluations_it_ends(values: list[float], settings: dict[
     assert ended[:1] == ([] if n is None else [n])
 
 
-def test_what_cannot_end_a_run_is_refused() -> None:
+def test_what_cannot_end_a_run_is_refused_but_not_a_consensus_without_answers() -> None:
+    """cons@k is logged only where every response has an extracted answer: such an evaluation ends nothing."""
     without: dict[str, Any] = {"format": "auto", "path": "x.jsonl", "eval_size": 0}
     for key, run, data in (
         ("run.early_stop.patience", {"early_stop": {"patience": None}}, {}),
@@ -47,19 +48,18 @@ def test_what_cannot_end_a_run_is_refused() -> None:
         with refused(key):
             make_config(run=run, data=data)
 
+    def rule(metric: str) -> EarlyStop:
+        return EarlyStop(make_config(evaluation={"k": 4}, run={"early_stop": {"metric": metric, "patience": 1}}))
 
-def test_a_metric_that_no_evaluation_has_is_refused_but_not_a_consensus_without_answers() -> None:
-    """cons@k is logged only where every response has an extracted answer: such an evaluation ends nothing."""
     figures = {"eval/avg@4": 0.5, "eval/reward": 0.5}
     for metric in ("avg@3", "cons@5"):
         with refused("run.early_stop.metric"):
-            EarlyStop(make_config(evaluation={"k": 4}, run={"early_stop": {"metric": metric}})).observe(1, figures)
-    rule = EarlyStop(make_config(evaluation={"k": 4}, run={"early_stop": {"metric": "cons@4", "patience": 1}}))
-    rule.observe(1, figures | {"eval/cons@4": 0.5})
-    rule.observe(2, figures)
-    assert rule.reason is None
-    rule.observe(3, figures | {"eval/cons@4": 0.5})
-    assert rule.reason is not None
+            rule(metric).observe(1, figures)
+    consensus = rule("cons@4")
+    for step, cons in enumerate([0.5, None, 0.5], start=1):
+        assert consensus.reason is None
+        consensus.observe(step, figures | ({} if cons is None else {"eval/cons@4": cons}))
+    assert consensus.reason is not None
 
 
 def test_the_last_evaluation_decides_where_no_budget_is_spent() -> None:
@@ -73,38 +73,35 @@ def test_the_last_evaluation_decides_where_no_budget_is_spent() -> None:
     assert ended == [True, False, True]
 
 
-def last_step(folder: Path) -> int:
-    return int(read_log(folder / "metrics.jsonl")[-1]["step"])
-
-
 def test_a_run_that_ended_early_is_saved_and_can_be_gone_on_with(start: Path, tmp_path: Path) -> None:
     """At this rate no evaluation is better than the first one."""
+    folder = tmp_path / "small"
 
-    def run(patience: int | None, steps: int = 6) -> Notes:
+    def run(patience: int | None, steps: int = 6) -> tuple[int, Notes]:
+        """Its last step, and what it noted."""
         stop = None if patience is None else {"patience": patience}
         rare = {"early_stop": stop, "steps": steps, "eval_every": 1, "save_every": 10}
         train(config_in(tmp_path, start, run=rare, optimizer={"lr": 1e-30}), notes := Notes())
-        return notes
+        return read_log(folder / "metrics.jsonl")[-1]["step"], notes
 
-    notes, folder = run(2), tmp_path / "small"
-    assert last_step(folder) == 2
+    last, notes = run(2)
+    assert last == 2
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [2]
     assert any("step 2" in line and "avg@2" in line and "run.early_stop.patience=2" in line for line in notes.lines)
     before = (folder / "metrics.jsonl").read_bytes()
     run(2)  # the same command again
     assert (folder / "metrics.jsonl").read_bytes() == before
-    run(3)
-    assert last_step(folder) == 3
-    run(None, steps=4)
-    assert last_step(folder) == 4
+    assert run(3)[0] == 3
+    assert run(None, steps=4)[0] == 4
 
 
 def test_a_budget_of_tokens_ends_a_run_wherever_it_was_stopped(start: Path, tmp_path: Path) -> None:
     def generated(name: str, **run: Any) -> list[int]:
         run = {"eval_every": 0, "save_every": 10, "name": name} | run
-        events = read_log(train(config_in(tmp_path, start, run=run), Notes()) / "metrics.jsonl")
+        folder = train(config_in(tmp_path, start, run=run), Notes())
+        events = read_log(folder / "metrics.jsonl")
         assert (events[0]["kind"], events[-1]["kind"]) == ("eval", "eval")
-        return [event["sampling/tokens"] for event in events if event["kind"] == "step"]
+        return steps_of(folder, "sampling/tokens")
 
     free = generated("free")
     budget = {"max_tokens": sum(free[:2]) + 1}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from golden_runs import result_of
 from refusals import refused
-from small import AtPhase, Notes, config_in, write_recipe
+from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_recipe
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
-from dapo_runner.cli import main
 from dapo_runner.config import Config, SftConfig, dump_config, load_config
 from dapo_runner.config.reading import every_key
 from dapo_runner.logging.metrics import before_and_after, read_log
@@ -55,12 +55,11 @@ def copy_through(source: Path, folder: Path, step: int) -> Path:
 
 
 def steps_after(run: Path, step: int) -> list[dict[str, Any]]:
-    return [event for event in read_log(run / "metrics.jsonl") if event["kind"] == "step" and event["step"] > step]
+    return [event for event in events_of(run) if event["step"] > step]
 
 
 def changes_of(run: Path) -> dict[str, tuple[Any, Any]]:
-    events = [event for event in read_log(run / CHANGES_FILE) if event["kind"] == "change"]
-    return {event["key"]: (event["before"], event["after"]) for event in events}
+    return {event["key"]: (event["before"], event["after"]) for event in events_of(run, "change", CHANGES_FILE)}
 
 
 def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, start: Path, tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, st
             "run.output_dir": (str(source.parent), str(tmp_path)),
             "run.steps": (6, 3),
         }
-    assert [event["train/lr"] for event in steps_after(run, 0)] == [5e-4, 1e-3, 1e-4]
+    assert steps_of(run, "train/lr") == [5e-4, 1e-3, 1e-4]
     assert load_config(run / "config.yaml").optimizer.lr == 1e-4
 
 
@@ -93,10 +92,8 @@ def test_anything_else_is_refused(sections: Sections, change: str, source: Path,
     """A fork is advised only where there is a checkpoint."""
     copy_through(source, tmp_path, 0)
     for folder, advice in ((source.parent, f"run.from={source}@"), (tmp_path, "run.name")):
-        with refused("run.name") as caught:
+        with refused("run.name", parts=[change, advice]) as caught:
             train(config_in(folder, start, **sections), Notes())
-        assert change in str(caught.value)
-        assert advice in str(caught.value)
     assert "run.from" not in str(caught.value)
 
 
@@ -149,7 +146,7 @@ def test_a_fork_that_saved_nothing_begins_again(source: Path, fork: Fork, tmp_pa
     assert steps_after(tmp_path / "fork", 4)
     run = train(config, Notes())
     assert steps_after(run, 4) == steps_after(source, 4)
-    assert [event["step"] for event in read_log(run / "metrics.jsonl") if event["kind"] == "eval"] == [4, 6]
+    assert [event["step"] for event in events_of(run, "eval")] == [4, 6]
     assert list(changes_of(run)) == ["run.save_every"]
 
 
@@ -176,9 +173,8 @@ def test_a_fork_that_never_began_does_not_bind_the_next(source: Path, fork: Fork
 def test_what_cannot_be_forked_is_refused(sections: Sections, key: str, part: str, source: Path, fork: Fork) -> None:
     if "from" in sections.get("run", {}):
         sections = {"run": {"from": sections["run"]["from"].replace("SOURCE", str(source))}}
-    with refused(key) as caught:
+    with refused(key, parts=[part]):
         train(fork(**sections), Notes())
-    assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -186,27 +182,26 @@ def test_what_cannot_be_forked_is_refused(sections: Sections, key: str, part: st
     [
         (
             "loss.reference",
-            {"loss": {"reference_ema": 0.9, "overrides": {"kl_coef": 0.1}}},
-            {"loss": {"overrides": {"kl_coef": 0.1}, "reference": "another"}},
+            "loss: {reference_ema: 0.9, overrides: {kl_coef: 0.1}}",
+            "loss: {overrides: {kl_coef: 0.1}, reference: another}",
         ),
         (
             "critic.path",
-            {"advantage": {"kind": "gae"}, "critic": {"clip": 0.2}},
-            {"advantage": {"kind": "gae"}, "critic": {"share_trunk": True}},
+            "{advantage: {kind: gae}, critic: {clip: 0.2}}",
+            "{advantage: {kind: gae}, critic: {share_trunk: true}}",
         ),
     ],
 )
 def test_a_model_that_the_checkpoint_holds_cannot_be_another(
-    key: str, origin: Sections, free: Sections, source: Path, start: Path, fork: Fork, tmp_path: Path
+    key: str, origin: str, free: str, source: Path, start: Path, fork: Fork, tmp_path: Path
 ) -> None:
     """It was read over the one named, without a word. A fork without it may name what it likes."""
-    run = copy_through(source, tmp_path, 4)
-    (run / "config.yaml").write_text(dump_config(config_in(tmp_path, start, run=LONG, **origin)))
+    run, sections = copy_through(source, tmp_path, 4), yaml.safe_load(origin)
+    (run / "config.yaml").write_text(dump_config(config_in(tmp_path, start, run=LONG, **sections)))
     section, _, name = key.partition(".")
-    with refused("run.from") as caught:
-        find_origin(fork(origin=run, **origin | {section: origin[section] | {name: "another"}}))
-    assert f"{key}: " in str(caught.value)
-    assert find_origin(fork(origin=run, **free))
+    with refused("run.from", parts=[f"{key}: "]):
+        find_origin(fork(origin=run, **sections | {section: sections[section] | {name: "another"}}))
+    assert find_origin(fork(origin=run, **yaml.safe_load(free)))
 
 
 def test_a_damaged_checkpoint_is_not_forked(source: Path, fork: Fork, tmp_path: Path) -> None:
@@ -220,11 +215,11 @@ def test_a_damaged_checkpoint_is_not_forked(source: Path, fork: Fork, tmp_path: 
     assert not list((tmp_path / "fork" / CHECKPOINTS).glob("step_*"))
 
 
-def test_a_dry_run_checks_a_fork(source: Path, start: Path, tmp_path: Path) -> None:
-    command = ["train", str(write_recipe(tmp_path, start, **LONG)), f"run.from={source}@5", "--dry-run"]
-    assert main(command) == 0
+def test_a_dry_run_checks_a_fork(source: Path, start: Path, tmp_path: Path, dapo: Dapo) -> None:
+    command = ["train", write_recipe(tmp_path, start, **LONG), f"run.from={source}@5", "--dry-run"]
+    dapo(*command)
     assert not (tmp_path / "runs").exists()
-    assert main([*command, "run.seed=3"]) == 2
+    dapo(*command, "run.seed=3", code=2)
 
 
 @pytest.mark.parametrize(
@@ -246,10 +241,9 @@ def test_a_fork_keeps_left_over_groups_only_if_they_would_be_the_same(
     change: Sections, key: str | None, source: Path, fork: Fork
 ) -> None:
     """They were sampled and rewarded with the old settings: a step would mix two."""
-    step = next(event for event in steps_after(source, 0) if event["sampling/carried_out"])
+    step, n = next((event["step"], n) for event in events_of(source) if (n := event["sampling/carried_out"]))
     for _ in range(2):  # again where the first attempt got no further
-        with open_run(fork(step["step"], **change), notes := Notes()) as run:
-            assert len(run.sampler.buffer.groups) == (step["sampling/carried_out"] if key is None else 0)
+        with open_run(fork(step, **change), notes := Notes()) as run:
+            assert len(run.sampler.buffer.groups) == (n if key is None else 0)
             assert run.sampler.buffer.waiting == []
-        number = f"{step['sampling/carried_out']} "
-        assert sum(line.startswith(number) and f" {key}" in line for line in notes.lines) == (key is not None)
+        assert sum(line.startswith(f"{n} ") and f" {key}" in line for line in notes.lines) == (key is not None)

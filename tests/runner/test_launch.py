@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from launch import torchrun
-from small import write_recipe
+from small import Dapo, write_recipe
 from torch.distributed.run import get_args_parser
 
-from dapo_runner.cli import main
 from dapo_runner.commands.launch import _cause
 from dapo_runner.config import load_config
 from dapo_runner.parallel.world import make_layout
@@ -25,59 +25,56 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "docs" / "cluster"
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Namespace:
+@pytest.fixture
+def planned(dapo: Dapo) -> Callable[..., Namespace]:
     """The command that a dry run prints before its plan, as torchrun reads it."""
-    assert main(["launch", *arguments, "--dry-run"]) == 0
-    program, *options = shlex.split(capsys.readouterr().out.splitlines()[0])
-    assert program == "torchrun"
-    read: Namespace = get_args_parser().parse_args(options)
-    assert (read.module, read.training_script) == (True, "dapo_runner")
-    return read
+
+    def plan(*arguments: object) -> Namespace:
+        program, *options = shlex.split(dapo("launch", *arguments, "--dry-run").splitlines()[0])
+        read: Namespace = get_args_parser().parse_args(options)
+        assert (program, read.module, read.training_script) == ("torchrun", True, "dapo_runner")
+        return read
+
+    return plan
 
 
-def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, planned: Callable[..., Namespace]) -> None:
     recipe, overrides = str(write_recipe(tmp_path)), ["model.tiny.heads=8", "run.name=two ranks"]
-    read = planned(capsys, recipe, "--gpus", "2", overrides[0], "--max-restarts", "3", overrides[1])
+    read = planned(recipe, "--gpus", 2, overrides[0], "--max-restarts", 3, overrides[1])
     assert (read.standalone, read.nproc_per_node, read.max_restarts) == (True, "2", 3)
     assert read.training_script_args == ["train", recipe, *overrides]
-    read = planned(capsys, recipe, "--gpus", "8", "--nnodes", "2", "--rdzv-endpoint", "first:29500", *overrides)
+    read = planned(recipe, "--gpus", 8, "--nnodes", 2, "--rdzv-endpoint", "first:29500", *overrides)
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "first:29500")
     assert (read.rdzv_backend, read.standalone, read.max_restarts) == ("c10d", False, 0)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "key"),
     [
-        ("--gpus 0", "--gpus: "),
-        ("--gpus 2 --nnodes 2", "--rdzv-endpoint: "),
-        ("--gpus 2 --rdzv-endpoint first:29500", "--rdzv-endpoint: "),
-        ("--gpus 2 --max-restarts -1", "--max-restarts: "),
-        ("--gpus 2 optimizer.lr=fast", "optimizer.lr: "),
-        ("--gpus 2 parallel.gpus=4", "parallel.gpus: "),
-        ("--gpus 2 parallel.sequence=4", "parallel.sequence: "),
+        ("--gpus 0", "--gpus"),
+        ("--gpus 2 --nnodes 2", "--rdzv-endpoint"),
+        ("--gpus 2 --rdzv-endpoint first:29500", "--rdzv-endpoint"),
+        ("--gpus 2 --max-restarts -1", "--max-restarts"),
+        ("--gpus 2 optimizer.lr=fast", "optimizer.lr"),
+        ("--gpus 2 parallel.gpus=4", "parallel.gpus"),
+        ("--gpus 2 parallel.sequence=4", "parallel.sequence"),
         ("--gpus 2 --standalone", "--standalone"),
     ],
 )
-def test_mistakes_start_nothing(
-    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", str(write_recipe(tmp_path)), *arguments.split()]) == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert "torchrun" not in out
+def test_mistakes_start_nothing(arguments: str, key: str, tmp_path: Path, dapo: Dapo) -> None:
+    dapo.refuses(key, "launch", write_recipe(tmp_path), *arguments.split())
+    assert "torchrun" not in dapo.out
 
 
 def test_a_plan_is_that_of_all_ranks_which_are_told_if_no_gpu_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for device, lines in (("auto", 1), ("cpu", 0)):
-        command = ["launch", str(write_recipe(tmp_path)), "--gpus", "2", f"run.device={device}", "--dry-run"]
-        assert main(command) == 0
-        out, err = capsys.readouterr()
-        assert "gpus: 2" in out
-        assert err.count("CPU") == lines
+        command = ["launch", write_recipe(tmp_path), "--gpus", 2, f"run.device={device}", "--dry-run"]
+        assert "gpus: 2" in dapo(*command)
+        assert dapo.err.count("CPU") == lines
 
 
 @pytest.mark.parametrize(

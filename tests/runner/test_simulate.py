@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from builders import make_config
 from launch import TESTS, torchrun
-from refusals import refused
+from small import Dapo
 
-from dapo_runner.cli import main
 from dapo_runner.config import Config, load_config
 from dapo_runner.preflight.account import describe, fits, phase_peaks
 from dapo_runner.preflight.memory import (
@@ -175,6 +174,9 @@ def test_a_recipe_that_does_not_fit() -> None:
     assert phase_peaks(awake, found)["update"] == 22 * 2**30 + int(0.75 * GPU_MEMORY)
 
 
+ROOMY = "optimizer.token_budget=99999"
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -185,15 +187,10 @@ def test_a_recipe_that_does_not_fit() -> None:
         ("model.path=Qwen/Qwen2.5-72B", "model.path"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(override: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [override, "parallel.rollout_tensor=1", "optimizer.token_budget=99999"]
-    with refused(key):
-        simulate(load_config(SEVEN, overrides))
-    assert main(["train", str(SEVEN), "--simulate", *overrides]) == 2
-    assert f"{key}: " in capsys.readouterr().err
+def test_what_cannot_be_simulated_is_refused(override: str, key: str, dapo: Dapo) -> None:
+    dapo.refuses(key, "train", SEVEN, "--simulate", override, "parallel.rollout_tensor=1", ROOMY)
 
 
-def test_a_simulation_ends_with_whether_it_fits(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulation_ends_with_whether_it_fits(model_folder: Path, dapo: Dapo) -> None:
     given = ["model.tiny=null", f"model.path={model_folder}", "parallel.gpus=2"]
-    assert main(["train", "tiny", "--simulate", *given]) == 0
-    assert "all-gather" in capsys.readouterr().out
+    assert "all-gather" in dapo("train", "tiny", "--simulate", *given)

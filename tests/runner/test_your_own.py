@@ -14,12 +14,11 @@ import pytest
 import yaml
 from builders import CharTokenizer, make_completion, make_group, make_prompt, snippets_of, write_rows
 from refusals import refused
-from small import Notes
+from small import Notes, steps_of
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.config import AdvantageConfig, Config, parse_config
 from dapo_runner.data.dataset import load_data
-from dapo_runner.logging.metrics import read_log
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.train import train
 from dapo_runner.types import Group
@@ -73,9 +72,8 @@ def score(config: Config, *texts: str) -> Group:
 
 def test_every_snippet_is_tested() -> None:
     source, page = Path(__file__), Path(__file__).parents[2] / "docs" / "your-own.md"
-    assert [name for name in SNIPPETS if f'"{name}"' not in source.read_text(encoding="utf-8")] == [
-        f"reward: {name}" for name in ("function", "trl", "async")
-    ]
+    rewards = [f"reward: {name}" for name in ("function", "trl", "async")]
+    assert [name for name in SNIPPETS if f'"{name}"' not in source.read_text(encoding="utf-8")] == rewards
     assert page.read_text(encoding="utf-8").count("```") == 2 * len(SNIPPETS)
 
 
@@ -110,16 +108,13 @@ def test_a_whole_recipe(folder: Path, model_folder: Path, snippet: str, function
     raw = yaml.safe_load(SNIPPETS["recipe"]) | yaml.safe_load(SNIPPETS[snippet])
     if function is not None:
         raw["advantage"]["kind"] = function
-    events = read_log(train(parse_config(raw), Notes()) / "metrics.jsonl")
-    assert [event["train/lr"] for event in events if event["kind"] == "step"] == [1e-6, 1e-6]
+    assert steps_of(train(parse_config(raw), Notes()), "train/lr") == [1e-6, 1e-6]
 
 
 @pytest.mark.parametrize("function", ["short", "long", "infinite", "absent"])
 def test_wrong_advantages_are_refused(function: str) -> None:
-    config = AdvantageConfig(kind=f"my_advantages:{function}")
-    with refused("advantage.kind") as caught:
-        make_sequences([make_group("RRW")], config)
-    assert function in str(caught.value)
+    with refused("advantage.kind", parts=[function]):
+        make_sequences([make_group("RRW")], AdvantageConfig(kind=f"my_advantages:{function}"))
 
 
 def advantages_of(groups: list[Group], function: str) -> list[float]:
@@ -162,10 +157,9 @@ def test_advantages_of_papers() -> None:
     rewards = {"RRW": [(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)], "WWR": [(0.0, 30.0), (1.0, 10.0), (0.5, 70.0)]}
     groups = []
     for pattern, row in rewards.items():
-        group = make_group(pattern)
         parts = [{"brief": brief, "manners": manners} for brief, manners in row]
-        samples = (replace(sample, parts=part) for sample, part in zip(group.samples, parts, strict=True))
-        groups.append(replace(group, samples=tuple(samples)))
+        samples = zip(make_group(pattern).samples, parts, strict=True)
+        groups.append(Group(make_prompt(), tuple(replace(sample, parts=part) for sample, part in samples)))
     expected = longhand_gdpo(groups, {"brief": 1.0, "manners": 0.5})
     assert advantages_of(groups, "paper_advantages:gdpo") == pytest.approx(expected)
     groups = [make_group(pattern) for pattern in ("RRW", "WWR", "WWW", "RRR", "WWWWWWWR", "WRCTW")]
