@@ -273,7 +273,7 @@ def turn_template() -> TurnTemplate:
 
 
 @pytest.mark.parametrize("has_template", [False, True])
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(TURNS)
 @example('<tool_call>{"name": "product", "arguments": "[' + "[" * 5000)
 @example('<tool_call>{"name": "product", "arguments": {"a": ' + "9" * 4300 + ', "b": 10}}</tool_call>')
