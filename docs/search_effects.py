@@ -1,7 +1,7 @@
 """Print the endpoints and effects of the studies of the search task: `python -m docs.search_effects STUDY.json …`.
 
-The files are the values of studies/search-ladder, search-factorial, search-controls and search-questions. The page of a
-study compares accuracy at equal updates and equal generated tokens. This adds pass@16, accuracy at equal cost, and the
+The files are the values of studies/search-ladder, -factorial, -controls, -noise and -questions. The page of a study
+compares accuracy at equal updates and equal generated tokens. This adds pass@16, accuracy at equal cost, and the
 main effects and pairs of the factorial.
 """
 
@@ -113,6 +113,10 @@ def main(paths: Sequence[str]) -> None:
             print(f"\n{head}\n" + "\n".join(compare(values, others)))
         if "twice" in names:
             print(f"\n{head}\n" + "\n".join(compare(values, [("token", "twice"), ("twice", "dapo")])))
+        again = [(seed, seed + 10) for name, seed in values if name == "grpo" and (name, seed + 10) in values]
+        if again:
+            noise = [values["grpo", other] - values["grpo", seed] for seed, other in again]
+            print(f"\n{head}\n" + "\n".join(tested({"naive GRPO, another seed from the same start": noise})))
         if "cell_HSTD" in names:
             found = effects(values)
             for size in (1, 2):
