@@ -54,7 +54,9 @@ def _generate(number: int, name: str, config: dict[str, Any]) -> list[tuple[str,
         from reasoning_gym import create_dataset
 
         task = create_dataset(name, **config)
-    except (ImportError, TypeError, ValueError, AssertionError) as error:
+    except ImportError:
+        sys.exit("data.reasoning_gym: requires reasoning-gym. Run `pip install 'dapo-kernels[reasoning-gym]'`.")
+    except (TypeError, ValueError, AssertionError) as error:
         key = f"data.reasoning_gym.{number}.{'config' if isinstance(error, (TypeError, AssertionError)) else 'name'}"
         sys.exit(f"{key}: expected a task of reasoning-gym, got {name} with {config}: {error}")
     problems = list[tuple[str, str] | None]()

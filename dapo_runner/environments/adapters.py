@@ -29,7 +29,7 @@ class TextArena(Environment):
         try:
             self.game = self._call(import_module("textarena").make, f"{name.removesuffix('-raw')}-raw", **settings)
         except (ImportError, ValueError, TypeError) as error:
-            raise ConfigError(f"env.kind: expected a game of textarena, got {name!r}: {error}") from error
+            raise ConfigError(f"env.kind: expected a game of `pip install textarena`, got {name!r}: {error}") from error
 
     def reset(self, row: Mapping[str, Any]) -> str:
         self.random.seed(seed := zlib.crc32(repr(sorted(row.items())).encode()))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 import reprlib
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -37,7 +38,6 @@ COUNTS = ("episodes", "turns", "failed", "failed_raised", "failed_late", "failed
 END = "a finite number or None from get_reward, and numbers in counts"
 ANSWER = "(text, messages or None; finite number or None; True or False) from step"
 _adapter = cache(TypeAdapter)
-
 Play = Generator[tuple[Prompt, SamplingParams], Completion, tuple[Completion, dict[str, float]]]
 
 
@@ -96,10 +96,7 @@ class EpisodeRunner:
         return groups
 
     def _run(self, engine: RolloutEngine, plays: list[Play], options: CallOptions) -> tuple[dict[int, Any], Any]:
-        """Return what each episode returned or raised, and how many turns it had.
-
-        The engine works in this thread. Environments are called in others, which are left behind if they are late.
-        """
+        """Return what each episode returned or raised, and how many turns it had. Late calls are left behind."""
         found, turns = dict[int, Any](), Counter[int]()
         futures, deadlines = dict[int, Any](), dict[int, float]()  # of calls, by the key of the episode
         waiting = deque[tuple[int, Any]]((key, None) for key in range(len(plays)))
@@ -166,7 +163,8 @@ class EpisodeRunner:
             if {*counts} & {*COUNTS}:
                 raise FailureError("invalid", f"expected counts by other names than {', '.join(COUNTS)}")
         finally:
-            getattr(environment, "close", lambda: None)()
+            with suppress(Exception) if sys.exc_info()[0] else nullcontext():  # the first error is the one to name
+                getattr(environment, "close", lambda: None)()
         last = episode.turns[-1]
         last = last._replace(finish_reason=end, reward=last.reward if reward is None else reward + (last.reward or 0.0))
         turns = (*episode.turns[:-1], last)
