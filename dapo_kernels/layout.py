@@ -25,7 +25,7 @@ class SamplingMask(NamedTuple):
 
     Token n was sampled from ``ids[offsets[n] : offsets[n + 1]]``, each id once, in any order; an empty list is the
     whole vocabulary. N = T packed, or B·L padded, row by row. On a GPU, offsets are checked by an asynchronous assert.
-    In a compiled graph they are not checked. In neither is checked that an id occurs once.
+    In a compiled graph they are not checked. Neither checks that an id occurs once.
 
     Example:
         >>> import torch
@@ -198,7 +198,7 @@ class Layout:
             _check_once(self, ids, offsets, request.live)
         if on_host(ids):  # takes a quarter of the time of searchsorted
             rows = torch.repeat_interleave(counts, output_size=ids.shape[0])
-            offsets = offsets - offsets[:1]  # if a compiled graph has not checked them, they are within ids
+            offsets = offsets - offsets[:1]  # unchecked in a compiled graph: those that begin late stay within ids
         else:
             rows = torch.searchsorted(offsets, torch.arange(ids.shape[0], device=self.device), right=True) - 1
         return request._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows, kept_offsets=offsets)

@@ -44,6 +44,7 @@ class RowRequest(NamedTuple):
         if on_host(self.live):  # on a GPU, leaving out those of other rows would wait for the device
             ids, of, offsets = _lists_at(self.kept_ids, self.kept_offsets, rows)
             return part._replace(kept_ids=ids, kept_rows=of, kept_offsets=offsets)
+        assert self.kept_lists is None  # lists have the numbers of the rows of the whole call
         numbers = torch.arange(self.live.shape[0], device=self.live.device)
         to = torch.full_like(self.target_ids, -1)
         to[rows] = numbers[: part.live.shape[0]]

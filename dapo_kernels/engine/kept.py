@@ -7,8 +7,9 @@ which the gradient of the kept logits is written. With z = x/τ of the kept logi
     ℓ = z_y − lse(z)         dℓ/dx_j = (1[j = y] − p_j) / τ
     H = lse(z) − Σ p_j z_j    dH/dx_j = −p_j (log p_j + H) / τ
 
-Time and memory, about 80 bytes per kept token of a chunk, are proportional to the lists. Nothing waits for a GPU. A
-backend may have its own way: the CPU backend treats the lists as rows of different lengths.
+Time and memory, about 80 bytes per kept token, are proportional to the lists: those of the chunk's rows, on a GPU those
+of all rows in every chunk. Nothing waits for a GPU. A backend may have its own way: the CPU backend treats the lists as
+rows of different lengths.
 """
 
 from __future__ import annotations

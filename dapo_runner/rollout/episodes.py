@@ -135,8 +135,7 @@ class EpisodeRunner:
 
         ``name``: what its random numbers follow from. Raises FailureError.
         """
-        episode, end, limit = begin(torch.zeros(0).long()), "length", sampling.max_tokens
-        environment = self.make()
+        environment, episode, end, limit = self.make(), begin(torch.zeros(0).long()), "length", sampling.max_tokens
         try:
             row = deepcopy({"answer": prompt.answer, **prompt.row})
             text = _checked(str | None, environment.reset(row), "a text or None from reset") or ""

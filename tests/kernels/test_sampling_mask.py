@@ -343,7 +343,7 @@ class OneWriter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         adds = name.startswith(("index_add", "scatter", "index_reduce", "bincount", "put_"))
-        assert not (adds and args[0].dim() == 1), name  # of a row, whose target is one address, is none
+        assert not (adds and args[0].dim() == 1), name  # one address
         if name == "index_put_":
             self.writes += 1
             assert not (args[3] if len(args) > 3 else kwargs.get("accumulate", False))

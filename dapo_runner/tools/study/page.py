@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dapo_runner.config import StudyConfig, VariantConfig, flatten
+from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
 from dapo_runner.tools.study.plan import overrides_of
@@ -72,12 +73,19 @@ def write_page(study: StudyConfig, results: Sequence[Result], failures: Sequence
 
 
 def check_page(study: StudyConfig, values: Path) -> list[str]:
-    """Return the lines in which the page beside a study's JSON file differs from one that is made from the file."""
+    """Return the lines in which the page beside a study's JSON file differs from one that is made from the file. Raises
+    ConfigError for files that are not of this study.
+    """
+    results, page = load_results(values), values.with_suffix(".md")
+    if other := {result.variant for result in results} - {variant.name for variant in study.variants}:
+        raise ConfigError(f"{values}: expected variants of {study.name}, got {', '.join(sorted(other))}")
+    if not page.is_file():
+        raise ConfigError(f"{page}: expected the page of {values}, found no file")
     with TemporaryDirectory() as folder:
         undrawn = study.model_copy(update={"output_dir": Path(folder), "name": "", "figures": []})
-        again = write_page(undrawn, load_results(values), [])
-        pages = [path.read_text(encoding="utf-8").split("\n") for path in (values.with_suffix(".md"), again)]
-    said, follows = ([line for line in page if not line.startswith(("![", "Failed: "))] for page in pages)
+        again = write_page(undrawn, results, [])
+        texts = [path.read_text(encoding="utf-8").split("\n") for path in (page, again)]
+    said, follows = ([line for line in text if not line.startswith(("![", "Failed: "))] for text in texts)
     return [line for line in ndiff(said, follows) if line[0] in "-+" and line[2:]]
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import ttest_rel
 
+from dapo_runner.errors import ConfigError
 from dapo_runner.logging.curves import Points, collect
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.run.early_stop import early_stop_metric
@@ -80,11 +81,14 @@ class Result:
 
 
 def load_results(path: Path) -> list[Result]:
-    """Return the results in a study's JSON file, with the curves that are in it."""
+    """Return the results in a study's JSON file, with the curves that are in it. Raises ConfigError."""
     results = []
-    for run in json.loads(path.read_text(encoding="utf-8")):
-        axes = {name: dict(zip(run["axes"]["step"], places, strict=True)) for name, places in run["axes"].items()}
-        results.append(Result(run["variant"], run["seed"], run["metric"], run["made_with"], run["curves"], axes))
+    try:
+        for run in json.loads(path.read_text(encoding="utf-8")):
+            axes = {name: dict(zip(run["axes"]["step"], places, strict=True)) for name, places in run["axes"].items()}
+            results.append(Result(run["variant"], run["seed"], run["metric"], run["made_with"], run["curves"], axes))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: expected the values and curves of a study, got {error!r}") from error
     return results
 
 

@@ -165,6 +165,10 @@ def test_a_page_is_checked_against_its_values(tmp_path: Path, dapo: Dapo) -> Non
     dapo(*command)
     page.write_text(page.read_text().replace("60.0 ± 10.0", "61.0 ± 10.0", 1))
     differences = dapo(*command, code=1)
+    page.rename(tmp_path / "elsewhere.md")
+    dapo.refuses(str(page), *command)
+    page.with_name("study.json").write_text('[{"variant": "plain", "seed": 3}]')
+    dapo.refuses(str(command[-1]), *command)
     assert re.findall(r"^[-+] .*?(6[01]\.0) ± 10\.0", differences, re.MULTILINE) == ["61.0", "60.0"]
 
 
@@ -179,7 +183,7 @@ def test_runs_of_another_study_are_not_made_again(tmp_path: Path, dapo: Dapo) ->
     assert "| + clip-higher |" in (tmp_path / "t/study.md").read_text()
     assert not (tmp_path / "t/runs").exists()
     changed = write_study(tmp_path, name="t", runs="s", variants=[{"name": "plain"}], seeds=[5])
-    dapo.refuses("runs/plain/seed_5", "study", changed, "--dry-run")
+    dapo.refuses("run.name: runs/plain/seed_5", "study", changed, "--dry-run")
 
 
 def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: Path) -> None:
@@ -214,7 +218,7 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, dapo: Dapo) 
     recipe_of_start(folder).write_text(dump_config(config))
     assert folder not in plan_starts(study, tmp_path / "base.yaml")
     write_study(tmp_path, start="per_seed", overrides={"model.tiny.warmup.steps": 7, "optimizer.lr": 1.0})
-    error = dapo.refuses("model.tiny.warmup.steps", "study", path, "--dry-run")
+    error = dapo.refuses(f"{folder}: model.tiny.warmup.steps", "study", path, "--dry-run")
     assert "optimizer.lr" not in error  # a start does not depend on it
 
 
