@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from refusals import naming
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, parse_config
@@ -109,11 +107,13 @@ class Dapo:
         assert code in (None, self.code), self.err
         return self.out
 
-    def refuses(self, key: str, *arguments: object, code: int = 2) -> str:
-        """Return the line that it refuses with, which names ``key``."""
+    def refuses(self, names: str, *arguments: object, code: int = 2) -> str:
+        """Return the line that it refuses with: of ``key: part``, it opens with the key and has the part."""
         self(*arguments, code=code)
         (line,) = [line for line in self.err.splitlines() if line.startswith("dapo: ")]
-        assert re.search(naming(key), line), line
+        key, _, part = names.partition(": ")
+        assert line.startswith(f"dapo: {key}: "), line
+        assert part in line.removeprefix(f"dapo: {key}: "), line
         return line
 
 

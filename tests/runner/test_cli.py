@@ -60,7 +60,7 @@ def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key"),
+    ("arguments", "names"),
     [
         ("train RECIPE optimizer.lr=fast", "optimizer.lr"),
         ("train RECIPE loss.objective=dapo2 --dry-run", "loss"),
@@ -68,24 +68,28 @@ def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
         ("train RECIPE run.device=cuda:99", "run.device"),
         ("train RECIPE run.device=gpu", "run.device"),
         ("train RECIPE run.device=meta --dry-run", "run.device"),
-        ("train RECIPE run.form=x@1", "from"),
+        ("train RECIPE run.form=x@1", "run.form: 'from'"),
         ("eval RECIPE model.tiny=null model.path=/nowhere", "model.path"),
-        ("eval RECIPE", "model.path"),
-        ("eval RUN evaluation.max_response_tokens=17", "evaluation.max_response_tokens"),
+        ("eval RECIPE", "RECIPE: model.path"),
+        (
+            "eval RUN evaluation.max_response_tokens=17",
+            "evaluation.max_response_tokens and rollout.max_response_tokens",
+        ),
         ("eval RUN --json nowhere/figures.json", "--json"),
-        ("eval RUN/checkpoints", "config.yaml"),
+        ("eval RUN/checkpoints", "RUN/checkpoints: config.yaml"),
         ("eval nothing", "nothing"),
         ("train nowhere.yaml", "nowhere.yaml"),
         ("recipes nothing", "nothing"),
-        ("report nowhere", "nowhere"),
-        ("doctor now", "now"),
+        ("report nowhere", "nowhere/metrics.jsonl"),
+        ("doctor now", "dapo doctor: 'now'"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(
-    arguments: str, key: str, run: Path, tmp_path: Path, dapo: Dapo
+    arguments: str, names: str, run: Path, tmp_path: Path, dapo: Dapo
 ) -> None:
     recipe = str(write_recipe(tmp_path))
-    dapo.refuses(key, *arguments.replace("RECIPE", recipe).replace("RUN", str(run)).split())
+    names, arguments = (x.replace("RECIPE", recipe).replace("RUN", str(run)) for x in (names, arguments))
+    dapo.refuses(names, *arguments.split())
     assert dapo.err.count("\n") == 1
 
 
@@ -111,7 +115,7 @@ def test_eval_names_a_damaged_checkpoint_and_the_one_in_its_place(
     copy = shutil.copytree(run, tmp_path / "copy")
     older, newest = (copy / "checkpoints" / f"step_00000{step}" for step in (1, 2))
     (newest / "manifest.json").unlink()
-    dapo.refuses("manifest.json", "eval", newest)
+    dapo.refuses(f"{newest}: manifest.json", "eval", newest)
     assert evaluate(copy)["model"] == str(older / "model")
     (line,) = [line for line in dapo.err.splitlines() if line.startswith("dapo: ")]
     assert str(newest) in line

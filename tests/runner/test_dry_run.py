@@ -36,11 +36,11 @@ def arguments_of(overrides: str, files: dict[str, Path]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("overrides", "names"),
     [
-        (f"{ON_FILES} data.path=BAD", "data.columns"),
+        (f"{ON_FILES} data.path=BAD", "BAD, row 1: data.columns"),
         (f"{ON_FILES} data.eval_size=4", "data.eval_size"),
-        (f"{ON_FILES} rollout.max_prompt_tokens=1", "rollout.max_prompt_tokens"),
+        (f"{ON_FILES} rollout.max_prompt_tokens=1", "data.path: rollout.max_prompt_tokens"),
         (f"{ON_FILES} data.chat_template=always", "data.chat_template"),
         (f"{ON_FILES} model.path=EMPTY", "model.path"),
         (f"{ON_FILES} model.path=no/such/model", "model.path"),
@@ -55,11 +55,11 @@ def arguments_of(overrides: str, files: dict[str, Path]) -> list[str]:
     ],
 )
 def test_it_refuses_what_a_run_refuses(
-    overrides: str, key: str, files: dict[str, Path], tmp_path: Path, dapo: Dapo
+    overrides: str, names: str, files: dict[str, Path], tmp_path: Path, dapo: Dapo
 ) -> None:
     command = ["train", write_recipe(tmp_path), *arguments_of(overrides, files)]
     for dry in (["--dry-run"], []):
-        dapo.refuses(key, *command, *dry)
+        dapo.refuses(names.replace("BAD", str(files["BAD"])), *command, *dry)
 
 
 @pytest.mark.parametrize("setting", ["env.kind=absent:Game", "env.tools=[operator:add]"])
@@ -69,9 +69,9 @@ def test_an_environment_is_checked_before_the_warm_up(setting: str, tmp_path: Pa
 
 
 def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, dapo: Dapo) -> None:
-    (tmp_path / "runs" / "small" / "checkpoints" / "step_000002").mkdir(parents=True)
+    (checkpoint := tmp_path / "runs" / "small" / "checkpoints" / "step_000002").mkdir(parents=True)
     for dry in (["--dry-run"], []):
-        assert "step_000002" in dapo.refuses("manifest.json", "train", write_recipe(tmp_path), *dry, code=1)
+        dapo.refuses(f"{checkpoint} is damaged: manifest.json", "train", write_recipe(tmp_path), *dry, code=1)
 
 
 def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path: Path, dapo: Dapo) -> None:
@@ -116,7 +116,7 @@ def test_a_model_that_is_nowhere_is_not_waited_for(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
     command = ["train", write_recipe(tmp_path), "model.tiny=null", "model.path=models/nothing"]
-    assert "ConnectionError" in dapo.refuses("model.path", *command)
+    dapo.refuses("model.path: ConnectionError", *command)
     assert asked == [("models/nothing", 5)]
 
 

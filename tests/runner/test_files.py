@@ -84,7 +84,7 @@ def test_a_second_process_in_a_runs_folder_may_only_read(start: Path, tmp_path: 
     folder = train(load_config(recipe), Notes())
     before = (folder / "metrics.jsonl").read_bytes()
     with holder(folder) as pid:
-        dapo.refuses(f"process {pid} on {socket.gethostname()}", "train", recipe, "run.steps=2")
+        dapo.refuses(f"run.name: process {pid} on {socket.gethostname()}", "train", recipe, "run.steps=2")
         assert (folder / "metrics.jsonl").read_bytes() == before
         for command in (["eval", folder], ["show", folder], ["train", recipe, "--dry-run"]):
             dapo(*command)

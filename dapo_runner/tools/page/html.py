@@ -104,7 +104,7 @@ def plotly_source() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ConfigError("the page requires plotly. pip install 'dapo-kernels[html]'") from error
+        raise ConfigError("plotly: the page requires it. pip install 'dapo-kernels[html]'") from error
     return str(get_plotlyjs())
 
 

@@ -138,7 +138,7 @@ def test_what_passes_is_kept_with_its_evidence(tmp_path: Path, dapo: Dapo) -> No
     with FakeAPI(answering) as api:
         assert re.search(r"^7\b.*out\.jsonl$", dapo(*arguments(tmp_path, api)), re.MULTILINE)
         assert len(api.bodies) == 8  # also of the problem without its instruction, but not of the integer
-        dapo.refuses("out.jsonl", *arguments(tmp_path, api))
+        dapo.refuses(str(tmp_path / "out.jsonl"), *arguments(tmp_path, api))
     kept, rejected = (rows_of(tmp_path / f"out{name}.jsonl") for name in ("", ".rejected"))
     assert [problem.answer for problem in read_problems(tmp_path / "out.jsonl")] == ["19"] * 5 + ["3", "19"]
     evidence = {"problem": PROBLEMS[0][0], "agrees": {"quantity": True, "form": True}}

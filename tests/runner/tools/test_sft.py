@@ -107,7 +107,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("section", "key", "part"),
     [
-        ("data: {columns: {prompt: q}}", "data.columns", "'q'"),
+        ("data: {columns: {prompt: q}}", "SUMS, row 1", "data.columns"),
         ("data: {eval_size: 100}", "data.eval_size", "100"),
         ("optimizer: {schedule: constant, min_lr_ratio: 0.1}", "optimizer.min_lr_ratio", "optimizer.schedule"),
         ("data: {max_tokens: 2}", "data.path", "data.max_tokens"),
@@ -125,7 +125,7 @@ def test_a_mistake_is_one_line_that_names_its_setting(
 ) -> None:
     path = write_sft_recipe(model_folder, sums, sums.parent / "sft.yaml", **yaml.safe_load(section))
     for dry in (["--dry-run"], []):
-        assert part in dapo.refuses(key, "sft", path, *dry)
+        dapo.refuses(f"{key.replace('SUMS', str(sums))}: {part}", "sft", path, *dry)
         assert dapo.err.count("\n") == 1
 
 
@@ -176,7 +176,7 @@ def test_a_folder_of_another_run_or_command_is_refused(model_folder: Path, sums:
     with pytest.raises(ConfigError, match="dapo sft"):
         check_same_run(trains, folder)
     dapo("report", folder)  # which is for both
-    dapo.refuses("dapo sft", "eval", folder)
+    dapo.refuses(f"{folder}: dapo sft", "eval", folder)
     write_config(trains, folder)
     with pytest.raises(ConfigError, match="dapo train"):
         run(model_folder, sums, run={"epochs": 0.5})

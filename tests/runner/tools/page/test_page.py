@@ -93,14 +93,14 @@ def test_what_has_no_room_is_left_out_evenly(room: int, steps: list[int]) -> Non
 
 def test_a_mistake_is_one_line(run: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    for key, *arguments in (
-        ("--html", "report", run, run),
+    for names, *arguments in (
+        ("RUN: --html", "report", run, run),
         (f"{run.parent}/metrics.jsonl", "report", run, run.parent, "--html"),
         ("plotly", "report", run, "--html"),
         ("plotly", "watch", run),
-        ("test_page.py", "watch", __file__),
+        (__file__, "watch", __file__),
     ):
-        assert dapo.refuses(key, *arguments) == dapo.err.strip()
+        assert dapo.refuses(names, *arguments) == dapo.err.strip()
     assert not list(run.parent.rglob("*.html*"))
 
 
