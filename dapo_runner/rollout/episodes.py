@@ -131,10 +131,7 @@ class EpisodeRunner:
                     future.add_done_callback(lambda _, close=plays[key].close: in_thread(close))
 
     def _play(self, prompt: Prompt, sampling: SamplingParams, name: str) -> Play:
-        """Yield what the engine is asked for each turn. Return the whole episode as one response, and its counts.
-
-        ``name``: what its random numbers follow from. Raises FailureError.
-        """
+        """Yield what the engine is asked for each turn. Return the episode and its counts. Seeds are of ``name``."""
         environment, episode, end, limit = self.make(), begin(torch.zeros(0).long()), "length", sampling.max_tokens
         try:
             row = deepcopy({"answer": prompt.answer, **prompt.row})

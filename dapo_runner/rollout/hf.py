@@ -39,6 +39,7 @@ from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, 
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.
 DEAD_SHARE = 0.25
+ROOM = 64  # tokens for which the cache gets memory at once
 # Tokens that are decoded beyond those a stop string may span (it has no more tokens than bytes): a decoder may treat
 # what it takes for a beginning in its own way, such as dropping a space.
 STOP_MARGIN = 4
@@ -180,7 +181,7 @@ class HFEngine(RolloutEngine):
         in_order = sorted(rows, key=lambda row: row.number)
         prompts = {ids: place for place, ids in enumerate(dict.fromkeys(row.prompt.token_ids for row in in_order))}
         ids, mask = _pad_left([torch.tensor(ids) for ids in prompts], device)
-        cache = DynamicCache(config=self.model.config)
+        cache = self._empty_cache()
         logits = self._forward(ids, mask, cache)
         spread = torch.tensor([prompts[row.prompt.token_ids] for row in rows], device=device)
         if self.routing is not None:
@@ -194,7 +195,7 @@ class HFEngine(RolloutEngine):
         """Do the same for rows that each have the cache of how their prompt begins."""
         pasts = [row.past for row in rows if row.past is not None]
         positions, seen = _pad_left([past.positions for past in pasts], self.model.device)
-        cache = DynamicCache(config=self.model.config)
+        cache = self._empty_cache()
         for layer in range(len(pasts[0].layers)):
             sides = (
                 [past.layers[layer][side][past.line][:, own] for past, own in zip(pasts, positions, strict=True)]
@@ -207,6 +208,11 @@ class HFEngine(RolloutEngine):
         ids, new = _pad_left([torch.tensor(tail) for tail in tails], seen.device)
         mask = torch.cat([seen, new], dim=1)
         return self._forward(ids, mask, cache), mask, cache
+
+    def _empty_cache(self) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config)
+        cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Return the logits [B, V] after the last of ``ids``; ``mask`` covers the cache and ``ids``."""
@@ -255,9 +261,32 @@ class _HFCall(BatchCall):
         return list(zip(rows, self.engine._completions(list(rows.values())), strict=True))
 
 
+class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values in tensors with room for more tokens. ``DynamicLayer`` copies all of them for each token."""
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        self.keys, self.values = _append_states(self.keys, keys), _append_states(self.values, values)
+        return self.keys, self.values
+
+
+def _append_states(held: Tensor, new: Tensor) -> Tensor:
+    """Return states [B, heads, N, size] followed by new ones, written behind them if there is room."""
+    (batch, heads, start, size), end = held.shape, held.shape[2] + new.shape[2]
+    if start == 0 or end * size > held.stride(1):
+        roomy = new.new_empty(batch, heads, end + ROOM, size)
+        roomy[:, :, :start] = held
+        held = roomy
+    states = held.as_strided((batch, heads, end, size), held.stride())
+    states[:, :, start:] = new
+    return states
+
+
 def _keep_past(rows: list[_Row], mask: Tensor, cache: DynamicCache) -> None:
     """Give the rows that have ended their cache. ``mask``: see ``HFEngine._prefill``."""
-    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+    if not all(type(layer) is _RoomyLayer for layer in cache.layers):
         return  # a sliding window has forgotten what it has seen
     ended = [line for line, row in enumerate(rows) if not row.is_running]
     layers = [(layer.keys, layer.values) for layer in cache.layers]
