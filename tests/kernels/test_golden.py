@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_kernels import OBJECTIVES, Objective, dapo_loss
+from dapo_kernels import OBJECTIVES, Objective, dapo_loss, policy_loss
 
 GOLDEN = Path(__file__).parent / "golden"
 FILE: dict[str, Any] = json.loads((GOLDEN / "golden.json").read_text())
@@ -38,7 +38,7 @@ def fields_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs_of(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What `dapo_loss` takes."""
+    """What `dapo_loss` and `policy_loss` take."""
     x = {name: torch.tensor(INPUTS[name], device=device) for name in ("mask", "cu_seqlens")}
     for name in ("old_logprobs", "advantages", *case["uses"]):
         x[name] = torch.tensor(INPUTS[name], dtype=torch.float64).to(device, dtype)
@@ -93,3 +93,13 @@ def test_a_backend_reaches_the_golden_values(backend: str, case: dict[str, Any])
         check_case(case, torch.float32, 2e-6, inplace_backward=inplace)
         if backend == "torch":
             check_case(case, torch.float64, 1e-9, inplace_backward=inplace)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_from_logprobs(backend: str, case: dict[str, Any]) -> None:
+    """The file's log-probs and entropies as inputs: the same loss and metrics."""
+    logprobs, entropy = (torch.tensor(case[name], dtype=torch.float32) for name in ("logprobs", "entropy"))
+    out = policy_loss(logprobs, **inputs_of(case, torch.float32, "cpu"), entropy=entropy)
+    close(out.loss, case["loss"], 2e-6, "loss")
+    for name, value in case["metrics"].items():
+        close(out.metrics[name], value, 2e-6, f"metric {name}")

@@ -117,6 +117,22 @@ def test_a_zero_advantage_is_an_exact_zero_at_any_ratio(backend: str, surrogate:
         assert one_token("ppo", *apart(delta, -0.2), 0.0, surrogate=surrogate) == (0.0, 0.0, "")
 
 
+@pytest.mark.parametrize("edge", [0.8, 1.2, 1.28])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_around_an_edge(backend: str, edge: float, advantage: float) -> None:
+    """Within some float32 steps of an edge either branch is right, but slope and count must be of the same one."""
+    start, seen = torch.log(torch.tensor(edge)), set()
+    for steps in (-40, -3, -2, -1, 0, 1, 2, 3, 40):
+        delta = float(start.view(torch.int32).add(steps).view(torch.float32))
+        clip = {"clip_low": 0.2, "clip_high": edge - 1 if edge > 1 else 0.28}
+        loss, slope, hit = one_token("ppo", *apart(delta), advantage, **clip)
+        assert loss == pytest.approx(-advantage * edge, rel=1e-5)
+        assert slope == (0.0 if hit else pytest.approx(-advantage * edge, rel=1e-5))
+        seen.add(bool(hit))
+    acts = (edge > 1) == (advantage > 0)  # the upper edge acts on A > 0, the lower on A < 0
+    assert seen == ({False, True} if acts else {False})
+
+
 def test_vespo_far_from_the_old_policy_weighs_nothing(backend: str) -> None:
     for far in (60.0, -60.0):
         logprob, old = apart(far, -2.0)
