@@ -65,14 +65,17 @@ class TurnTemplate:
         once, twice = (self._render([question, *[self._turns[1], message] * n]) for n in (1, 2))
         replies = [rendered.rpartition(CUT)[2] + CUT for rendered in (once, twice)]
         pairs = ((opened, said), (said, once), (once, twice), replies)
+        old, new = next((pair for pair in pairs if not pair[1].startswith(pair[0])), ("", ""))
+        n = next((n for n, both in enumerate(zip(old, new, strict=False)) if len({*both}) > 1), len(new))
         requirements = {
-            "only appends when a message is added": all(new.startswith(old) for old, new in pairs),
+            f"only appends: it turns {old[n : n + 40]!r} into {new[n : n + 40]!r}": not old,
             f"has messages of the role {message['role']}": message["content"] in replies[0],
             "lists tools": not self.tools or opened != self._render([question], tools=None),
         }
         for requirement, is_met in requirements.items():
             if not is_met:
-                raise ConfigError(f"env: requires a chat template that {requirement}: {self.tokenizer.name_or_path}")
+                name = self.tokenizer.name_or_path
+                raise ConfigError(f"env: requires a chat template that {requirement}. Got that of {name}.")
 
     def _render(self, turns: Sequence[dict[str, str]], **options: Any) -> str:
         arguments = {"tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}

@@ -81,6 +81,12 @@ def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bo
         assert tokenizer.apply_chat_template([{"role": "user", "content": "1?"}], **options).endswith(opened)
 
 
+def test_a_refusal_shows_the_first_difference() -> None:
+    old = LISTED.replace("{{ m['content']", "{% if 2 < loop.index != loop.length %}old {% endif %}{{ m['content']")
+    with pytest.raises(ConfigError, match=r"'A reply\..*into 'old A reply\."):
+        TurnTemplate(chat_tokenizer(old), chat=True, tools=TOOLS)
+
+
 PIECES = [
     *("<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "<pad>", "<unk>", "<role>", "<end_of_turn>", "\n", "x"),
     *("\ud800", "\udfff\ud800", "\0", "\x1b[2J", "\u202e", "\ue000cut\ue000", "x" * 5000, "{{ 1/0 }}", "{% raw %}"),
