@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from builders import make_completion, make_config, make_prompt
 from refusals import refused
-from small import events_of, small_recipe
+from small import Dapo, events_of, small_recipe, write_recipe
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, parse_config
@@ -378,3 +378,11 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
     assert evaluation["eval/reward"] == pytest.approx(total)
     first, *_ = events_of(whole, file="timings.jsonl")
     assert first["reward/short_calls"] > 0 == first["reward/short_failed"]
+
+
+def test_a_command_ends_with_one_line(start: Path, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "always.py").write_text("def judge(p, c): raise OSError('no')")
+    always = ["reward.kind=always:judge", "reward.calls.retries=0"]
+    line = dapo.refuses("reward always:judge: OSError", "train", write_recipe(tmp_path, start), *always, code=1)
+    assert "always.py:1" in line
