@@ -67,10 +67,14 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: gpu-rehearsal gpu-bundle
+.PHONY: bench-smoke gpu-rehearsal gpu-bundle
 
 bench: install
 	$(BIN)/python benchmarks/run.py
+
+# Small sizes, beside the last saved run of this machine.
+bench-smoke: install
+	$(BIN)/python -m pytest benchmarks/bench_loss.py --benchmark-autosave --benchmark-compare
 
 # The site of docs/ in build/site, in a venv of its own. A dead link is an error.
 DOCS_VENV ?= .venv-docs
