@@ -178,9 +178,7 @@ def test_a_row_beyond_a_cluster() -> None:
 
 
 def test_the_scalars_of_a_row_are_those_in_double() -> None:
-    """What two floats make of a row's log-prob, entropy and gradient, against double: rows that are certain, spread
-    out, nearly ties, far from zero. The last digit of a float, and of what passes through expm1 and exp three.
-    """
+    """Two floats give a row's log-prob, entropy and gradient to a float's last digit, whatever the row."""
     g = torch.Generator().manual_seed(0)
     for _ in range(20_000):
         u = torch.rand(8, generator=g).tolist()

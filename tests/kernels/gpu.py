@@ -1,7 +1,4 @@
-"""What the tests on a CUDA device share: where they run, problems made there, one call of a loss.
-
-T tokens, V vocabulary, H hidden.
-"""
+"""What the tests on a CUDA device share: where they run, problems made there, one call of a loss."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ NEEDS_DEVICE = pytest.mark.skipif(
 
 
 def poison() -> None:
-    """Memory that the allocator hands out next holds 0xFF bytes, a NaN in every floating dtype.
-
-    In place of the deterministic mode of the CPU's tests, which would change what runs on the device.
-    """
+    """Fill what the allocator hands out next with NaN: the CPU tests' deterministic mode changes what a device runs."""
     large = torch.full((256 * 2**20,), 255, dtype=torch.uint8, device=DEVICE)
     small = [torch.full((512 << k,), 255, dtype=torch.uint8, device=DEVICE) for k in range(10) for _ in range(8)]
     del large, small

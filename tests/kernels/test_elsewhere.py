@@ -1,7 +1,4 @@
-"""The backends' suite on backends and instruction sets that this processor does not choose, each in its own process.
-
-Triton's kernels are interpreted, those of CUDA emulated (``cuda_emulation.cpp``), those of other instruction sets run.
-"""
+"""The backends' suite, elsewhere: Triton interpreted, CUDA emulated, other instruction sets, each in its process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""On a CUDA device: the backends' suite, golden values, losses from hidden states, sizes past 2³¹, memory.
-
-``make gpu`` runs these. ``test_gpu_execution.py`` has the rest.
-"""
+"""On a CUDA device: the backends' suite, golden values, losses from hidden states, sizes past 2³¹, memory."""
 
 from __future__ import annotations
 
@@ -10,23 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_backends
 import torch
 from closeness import as_accurate, elementwise
 from gpu import DEVICE, GIB, NEEDS_DEVICE, batch, needs_memory, poison, step
-from test_backends import test_a_nan_in_anyones_columns_shows as test_a_nan_in_anyones_columns_shows
-from test_backends import (
-    test_a_softcap_from_well_inside_to_far_beyond as test_a_softcap_from_well_inside_to_far_beyond,
-)
-from test_backends import test_far_logits as test_far_logits
-from test_backends import test_many_tokens as test_many_tokens
-from test_backends import test_parts_are_the_whole as test_parts_are_the_whole
-from test_backends import test_rows as test_rows
 from test_golden import CASES, check_case, name_of
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss, linear_distillation_loss, token_logprobs, use_backend
 
 pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
+# The tests of every backend, with the fixtures below.
+globals().update({name: x for name, x in vars(test_backends).items() if name.startswith("test_")})
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +45,7 @@ def test_golden_values(gpu_backend: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", [0.0, 0.3, 1.0, "dapo", "gspo"])
 def test_from_hidden_states(gpu_backend: str, kind: float | str, dtype: torch.dtype) -> None:
-    """A loss, or a divergence at β, over three chunks and more rows than programs at a time, some of them masked; value
-    and gradients against float64 on the CPU.
-    """
+    """A loss, or a divergence at β, over three chunks and masked rows, against float64 on the CPU."""
     g = torch.Generator().manual_seed(46)
     shapes = {"hidden": (700, 64), "weight": (1031, 64), "ref_hidden": (700, 32), "ref_weight": (1031, 32)}
     made = {name: torch.randn(*shape, generator=g).to(dtype) / 3 for name, shape in shapes.items()}
@@ -105,7 +95,6 @@ def test_more_logits_than_32_bits_count(gpu_backend: str, inplace: bool) -> None
     # Every ratio is exp 0.05, inside the clip range: the gradient is −A·ρ/N times that of the log-prob.
     ratio = torch.exp(exact.detach() - (found[some].cpu().double() - 0.05))
     (-(ratio * advantages[some].cpu()) / n * exact).sum().backward()
-    assert sampled.grad is not None
     elementwise(grad[some].cpu(), sampled.grad, what="gradient", slack=1.05)
     assert (grad.data_ptr() == logits.data_ptr()) == inplace
 

@@ -56,7 +56,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(gpu_backend: str, vocab: int
         leaf = b["logits"][at].requires_grad_()
         per_token = (b[name][at] for name in ("target_ids", "old_logprobs", "advantages"))
         out = dapo_loss(leaf, *per_token, denominator=1.0, entropy=True, inplace_backward=inplace)
-        return [out.logprobs, out.entropy, *torch.autograd.grad(out.loss, leaf)]  # type: ignore[list-item]
+        return [out.logprobs, out.entropy, *torch.autograd.grad(out.loss, leaf)]
 
     together = rows(torch.arange(70, device=DEVICE))
     assert same([x.flip(0) for x in rows(torch.arange(69, -1, -1, device=DEVICE))], together)
@@ -177,7 +177,7 @@ def logprobs_alone(b: dict[str, Tensor]) -> None:
     for inplace in (False, True):
         leaf = b["logits"].clone().requires_grad_()
         stats = token_logprobs(leaf, b["target_ids"], entropy=True, inplace_backward=inplace)
-        torch.stack(stats).sum().backward()  # type: ignore[arg-type]
+        torch.stack(stats).sum().backward()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

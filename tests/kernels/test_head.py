@@ -53,7 +53,8 @@ def check(case: Case, o: Options, results: tuple[Any, dict[str, Any]], multiple:
 def test_a_gradient_only_for_what_requires_one(backend: str, needs: tuple[str, ...], softcap: float | None) -> None:
     for dtype in dtypes_of(backend)[:-2]:
         case = linear_case(V, H, LENGTHS, dtype=dtype, bias=True, softcap=softcap, seed=71, rank=R)
-        for chunk_bytes in (None, 5 * V * dtype.itemsize):
+        for rows in (None, 5, 11):  # in one chunk, in several, in two
+            chunk_bytes = rows and rows * V * dtype.itemsize
             out, grads = run(case, EVERYTHING, needs=needs, chunk_bytes=chunk_bytes)
             assert {name for name, grad in grads.items() if grad is not None} == set(needs)
             check(case, EVERYTHING, (out, grads))

@@ -12,7 +12,7 @@ from cases import Case, call_linear, call_logits, dtypes_of, linear_case, logits
 from closeness import EPS
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, token_logprobs, use_backend
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
 
 OPTIONS: dict[str, Any] = {"dual_clip": 2.0, "kl_coef": 0.1, "entropy_coef": 0.05}
 LENGTHS = (5, 1, 9, 4)
@@ -54,6 +54,7 @@ def test_a_row_has_the_same_bits_padded_alone_and_anywhere(backend: str, vocab: 
             assert torch.equal(out.logprobs, together.logprobs[at])
             assert torch.equal(out.entropy, together.entropy[at])
             assert torch.equal(other, grad[at])
+        assert dtype == torch.float64 or torch.equal(out.loss, together.loss)  # of the live rows alone
         packed, grad = run(case, aggregate="seq-mean-token-mean")
         out, padded_grad = run_on(*padded(case, 11), aggregate="seq-mean-token-mean")
         torch.testing.assert_close(out.loss, packed.loss, rtol=1e-6, atol=1e-7)
@@ -62,14 +63,26 @@ def test_a_row_has_the_same_bits_padded_alone_and_anywhere(backend: str, vocab: 
         assert torch.equal(padded_grad, pad(grad, LENGTHS, 11, 0.0))
 
 
-def test_dead_hidden_states_left_out_by_hand_give_the_same_bits(backend: str) -> None:
-    case: Case = linear_case(seed=100, dead=0.5)
+def test_hidden_states_give_the_same_bits_without_the_dead_ones_and_padded(backend: str) -> None:
+    """Padded as hidden[:, :-1] of [B, L+1, H], without a trace of the last column; and they are left alone."""
+    case = linear_case(lengths=(9, 9), seed=100, dead=0.5)
     at = case.mask.nonzero()[:, 0]
-    runs = [call_linear(linear_dapo_loss, x, "dapo", mask=x.mask) for x in (case, chosen(case, at, (len(at),)))]
-    (out, grads), (live, live_grads) = runs
+    out, grads = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
+    live, live_grads = call_linear(linear_dapo_loss, chosen(case, at, (len(at),)), "dapo")
     assert torch.equal(out.loss, live.loss)
     assert torch.equal(grads["hidden"][at], live_grads["hidden"])
     assert torch.equal(grads["weight"], live_grads["weight"])
+    hidden = torch.cat([case.leaves["hidden"].view(2, 9, 8), torch.full((2, 1, 8), math.nan)], 1).requires_grad_()
+    weight = case.leaves["weight"].clone().requires_grad_()
+    ids, *others, mask = (x.view(2, 9) for x in case.tensors(*PER_TOKEN[:4]).values())
+    linear_dapo_loss(hidden[:, :-1], weight, ids, *others, mask=mask).loss.backward()
+    assert torch.equal(hidden.grad[:, :-1].reshape(18, 8), grads["hidden"])
+    assert not hidden.grad[:, -1].any()
+    assert torch.equal(weight.grad, grads["weight"])
+    assert torch.equal(weight.detach(), case.leaves["weight"])
+    assert torch.equal(hidden.detach()[:, :-1].reshape(18, 8), case.leaves["hidden"])
+    flat = linear_token_logprobs(case.leaves["hidden"], weight, case.target_ids)
+    assert torch.equal(linear_token_logprobs(hidden[:, :-1], weight, ids).logprobs.flatten(), flat.logprobs)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])

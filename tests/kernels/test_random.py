@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from against_oracle import LENGTH_NORM, Problem, as_logprobs, check_metrics
+from against_oracle import LENGTH_NORM, Problem, as_logprobs, check_metrics, options
 from cases import HEAD, Case, linear_case, logits_case, logits_of, rows_of
 from closeness import EPS, as_accurate
 from entries import Laid, lora_of, poisoned
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from oracle import PROMPT_MEAN, Options, TokenInputs, binary_divergence, covariances, log_ratios
 from torch import Tensor
 
-from dapo_kernels import linear_token_logprobs, token_logprobs
+from dapo_kernels import OBJECTIVES, linear_token_logprobs, token_logprobs
 from dapo_kernels.objectives.table import AGGREGATES, KL_ESTIMATORS, RATIOS, SURROGATES
 
 FIXED = settings(
@@ -34,7 +34,11 @@ FIXED = settings(
 
 @st.composite
 def objectives(draw: st.DrawFn) -> Options:
-    """A combination of fields that has a meaning."""
+    """A row of the table with other options, or any combination of fields that has a meaning."""
+    if draw(st.booleans()):
+        changes = {"kl_coef": draw(st.sampled_from([0.0, 0.1])), "entropy_coef": draw(st.sampled_from([0.0, 0.05]))}
+        row = draw(st.sampled_from(sorted(OBJECTIVES)))
+        return options(row, **changes, aggregate=draw(st.sampled_from(AGGREGATES)))[0]
     surrogate = draw(st.sampled_from(["clip", *SURROGATES]))
     dppo = surrogate.startswith("dppo")
     levels = RATIOS if surrogate == "clip" else RATIOS[:1] if dppo or surrogate == "reinforce" else RATIOS[:3]
@@ -155,14 +159,14 @@ CALLS = st.fixed_dictionaries(
         "entropy": st.booleans(),
         "garbage": st.sampled_from([(-1.0,), (math.nan,), (math.inf, -math.inf, 1e38)]),
         "strides": st.sampled_from(["dense", "spread", "transposed"]),
-        "rows_in_chunk": st.sampled_from([None, 0, 1, 3.5]),
+        "rows_in_chunk": st.sampled_from([None, 0, 1, 3.5, 6, 12]),
         "wide": st.booleans(),
     }
 )
 
 
 @given(problem=problems(), o=objectives(), at=CALLS)
-@settings(FIXED, max_examples=200)
+@settings(FIXED, max_examples=300)
 def test_no_combination_disagrees_with_float64(
     backend: str, problem: tuple[str, torch.dtype, Case], o: Options, at: dict[str, Any]
 ) -> None:

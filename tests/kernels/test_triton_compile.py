@@ -1,9 +1,4 @@
-"""The Triton kernels compiled ahead of time for GPUs that need not be here, and what the machine code looks like.
-
-Checked per kernel, dtype, architecture and alignment of the rows: no local memory (no spills) and registers within what
-the launch table counts on, no barrier inside a loop; of rows that start on 16 bytes also 128-bit global loads and
-stores where the loops run over the vocabulary, and the planned number of exponentials per logit.
-"""
+"""The Triton kernels compiled ahead of time for GPUs that need not be here, and what the machine code looks like."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What only the "triton" backend has, interpreted: programs that share rows.
-
-Started by ``test_elsewhere.py``; not collected by itself, as TRITON_INTERPRET must be set before Triton is imported.
-"""
+"""What only the "triton" backend has, interpreted: programs that share rows. Started by ``test_elsewhere.py``."""
 
 from __future__ import annotations
 
