@@ -12,9 +12,21 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-# The environment and the reward of examples/scripts/grpo_2048.py of TRL, commit f2cd577, without its training.
+# /// script
+# dependencies = [
+#     "trl[peft]",
+# ]
+# ///
 
 import random
+
+from datasets import Dataset
+from peft import LoraConfig
+
+from trl import GRPOConfig, GRPOTrainer
+
+
+PROMPT = "Play 2048 on a 4x4 board. Use the tool `move` with one of: up, down, left, right. Maximize the score."
 
 
 class Game2048Env:
@@ -119,3 +131,31 @@ class Game2048Env:
 
 def reward_score(environments, **kwargs):
     return [env.score for env in environments]
+
+
+def main() -> None:
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": PROMPT}] for _ in range(1000)]})
+
+    trainer = GRPOTrainer(
+        model="Qwen/Qwen3-4B",
+        train_dataset=dataset,
+        reward_funcs=reward_score,
+        args=GRPOConfig(
+            chat_template_kwargs={"enable_thinking": False},
+            logging_steps=1,
+            log_completions=True,
+            num_completions_to_print=2,
+            report_to="trackio",
+            trackio_space_id="trl-2048",
+            max_completion_length=2048,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+        ),
+        environment_factory=Game2048Env,
+        peft_config=LoraConfig(),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
