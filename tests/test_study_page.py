@@ -126,6 +126,17 @@ def test_the_small_language_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "side_by_side"),
+    [("table1-20261126", 2), ("prompt-mean-20261124", 1), ("tricks-20261122", 2), ("smollm2-20261122", 2)],
+)
+def test_how_long_the_studies_took(name: str, side_by_side: int) -> None:
+    """The seconds of all runs, shared by those side by side."""
+    seconds = [float(run["seconds"]) for run in read(name)]
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"dapo study studies/{name.rpartition('-')[0]} "))
+    assert f"{len(seconds)} runs, {sum(seconds) / side_by_side / 60:.0f} minutes" in line
+
+
+@pytest.mark.parametrize(
     ("study", "curve", "scale", "offset", "figures"),
     [
         ("calculator", "eval/avg@4", 100, 0, "from {0:.1f} % to {1:.1f} %"),

