@@ -64,6 +64,7 @@ CASES: dict[str, Case] = {
 }
 EVERYWHERE = ["gspo", "prompt mean", "distillation", "vespo", "clip_cov"]  # what reads whole sequences or all of them
 EVERYWHERE += ["one sequence", "accumulated", "pairs", "ppo", "support", "episodes", "lora on the head"]
+ON_FOUR = {"gspo", "prompt mean", "clip_cov", "ppo"}  # in both layouts of four ranks, which share the others
 CASES["lora on the head"] = {"model": {"lora": {**LORA, "targets": ["q_proj", "lm_head"]}}}
 TWO_UPDATES = {"optimizer": {"mini_batch_size": 8, "lr": 3e-3}}
 ROUTED = {f"routed by the {who}": {"loss": {"routing_replay": who}, **TWO_UPDATES} for who in ("trainer", "engine")}
@@ -82,9 +83,9 @@ LAYOUTS: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"gpus": 2, "sequence": 2}, "untied", EVERYWHERE),
     ({"gpus": 2}, "experts", list(ROUTED)),
     ({"gpus": 2, "sequence": 2}, "experts", list(ROUTED)),
-    ({"gpus": 4, "replicate": 2, "sequence": 2}, "untied", EVERYWHERE[::2]),
+    ({"gpus": 4, "replicate": 2, "sequence": 2}, "untied", sorted(ON_FOUR | {*EVERYWHERE[::2]})),
     ({"gpus": 4, "replicate": 2}, "tied", ["dapo", "accumulated", "ppo", "bfloat16"]),
-    ({"gpus": 4, "sequence": 4}, "untied", EVERYWHERE[1::2]),
+    ({"gpus": 4, "sequence": 4}, "untied", sorted(ON_FOUR | {*EVERYWHERE[1::2]})),
 ]
 
 
