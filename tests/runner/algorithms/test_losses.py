@@ -13,6 +13,8 @@ from builders import make_config, paired, random_sequences, save_model
 from learners import CPU, OPTIMIZER, assert_same_gradients, learner_of, update
 from refusals import refused
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.critic import value_loss
@@ -191,6 +193,31 @@ def test_every_objective_of_the_table_updates(policy: Policy) -> None:
         gradients, figures = update(learner, mini)
         assert figures["grad_norm"] == pytest.approx(float(torch.cat([x.flatten() for x in gradients.values()]).norm()))
         assert figures["grad_norm"] > 0, objective
+
+
+@pytest.mark.parametrize("name", ["dapo", "distillation", "pairs"])
+def test_no_logits_are_kept(name: str, model_folder: Path) -> None:
+    """Those of a chunk are made within an operator."""
+    made: list[tuple[int, ...]] = []
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            made.extend(tuple(x.shape) for x in tree_leaves(out) if isinstance(x, Tensor))
+            return out
+
+    sections: dict[str, Any] = {
+        "dapo": {"loss": {"overrides": {"kl_coef": 0.3}}},
+        "distillation": {"distillation": {"teacher": str(model_folder)}},
+        "pairs": {"preference": {}},
+    }[name]
+    learner, sequences = learner_of(model_folder, **sections), random_sequences(14)
+    with Shapes():
+        minis = learner.prepare(paired(sequences) if name == "pairs" else sequences)
+        learner.update(minis[0], 0)
+    vocab, hidden = learner.policy.model.lm_head.weight.shape
+    assert (vocab, hidden) in made  # its gradient
+    assert [shape for shape in made if len(shape) > 1 and shape[-1] == vocab and shape[-2] != hidden] == []
 
 
 def test_models_that_a_loss_compares_share_a_vocabulary(model_folder: Path, policy: Policy) -> None:
