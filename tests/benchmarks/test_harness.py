@@ -18,7 +18,7 @@ from benchmarks.contestants import CONTESTANTS, Contestant, Run, eager_logprobs
 from benchmarks.formulas import FORMULAS
 from benchmarks.meters import RehearsalMeter
 from benchmarks.problem import Problem, build
-from benchmarks.truth import Result, find_truth
+from benchmarks.truth import Result, exceeded, find_truth
 
 SMALL = [config for config in SUITES["smoke"] if config.allocator == OUT_OF_THE_BOX]
 TRAIN = [config for config in SMALL if config.mode == "train"]
@@ -46,6 +46,13 @@ def test_own_and_eager_pass_the_check(config: Config) -> None:
         problem.restore()
         row = harness.check(contestant, contestant.make(problem)(), truth)
         assert "reason" not in row, (name, row)
+
+
+def test_limits_follow_the_rounding() -> None:
+    errors = {"loss": 5e-3, "gradient": 1e-3}
+    assert exceeded(errors, "bfloat16 softmax") is None
+    assert exceeded(errors, "bfloat16 tensors") is not None
+    assert exceeded({"loss": float("nan")}, "bfloat16 softmax") is not None
 
 
 @each_training
@@ -192,6 +199,15 @@ def test_side_by_side_nothing_forks_and_a_contestant_that_raises_is_named() -> N
     assert rows["dapo_kernels"]["gradient_bytes"] == 0
     assert rows["dapo_kernels, new gradient"]["gradient_bytes"] == 32 * 512 * 4
     assert max(rows["eager"]["errors"].values()) < 1e-5
+
+
+def test_nothing_is_measured_on_a_device_that_is_lost() -> None:
+    class LostMeter(RehearsalMeter):
+        def probe(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        measure(ONE, by_name("mul_", ONE), Contestant("raises", "", "peer", raises), meter=LostMeter())
 
 
 @pytest.mark.parametrize("suite", sorted(SUITES))

@@ -62,9 +62,9 @@ def test_a_gradient_only_for_what_requires_one(backend: str, needs: tuple[str, .
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def test_rounding_is_eagers_on_average(backend: str, dtype: torch.dtype) -> None:
-    """Over 8 problems, half of them with factors and in chunks, as a ratio to eager's: 1 within the noise of 8."""
-    ratios: dict[str, list[float]] = {}
-    for seed in range(30, 38):
+    """As a ratio to eager's, without and with factors and chunks: 1 within the noise of 5 problems each."""
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for seed in range(30, 40):
         of_half = {"rank": R} if seed % 2 else {}
         case = linear_case(V, H, LENGTHS, dtype=dtype, bias=True, softcap=2.0, seed=seed, **of_half)
         _, grads = run(case, EVERYTHING, chunk_bytes=5 * V * 2 if seed % 2 else None)
@@ -72,9 +72,9 @@ def test_rounding_is_eagers_on_average(backend: str, dtype: torch.dtype) -> None
         for name, grad in grads.items():
             assert grad.dtype == dtype
             mine, theirs = ((x.double() - problem.truth.grads[name]).norm() for x in (grad, problem.eager.grads[name]))
-            ratios.setdefault(name, []).append(float((mine / theirs).log()))
-    for name, logs in ratios.items():
-        assert sum(logs) / len(logs) <= 0.47, f"{name}: {math.exp(sum(logs) / len(logs)):.2f} of eager's error"
+            ratios.setdefault((name, seed % 2), []).append(float((mine / theirs).log()))
+    for of, logs in ratios.items():
+        assert sum(logs) / len(logs) <= 0.47, f"{of}: {math.exp(sum(logs) / len(logs)):.2f} of eager's error"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])

@@ -87,6 +87,7 @@ def test_the_oldest_steps_are_removed_and_that_is_noted_once(
     for step in range(1, 8):
         write(log, step, GROUPS)
         assert (capsys.readouterr().out != "") == (step == 4)
+    (folder / "step_000009.jsonl.gz.unfinished").write_bytes(b"")  # what a kill leaves
     assert list(saved_steps(folder)) == [5, 6, 7]
     again = open_log(folder, keep_through=6)  # the files of the first attempt count as well
     again.most_bytes = size // 2  # a step larger than the limit is still kept

@@ -286,6 +286,25 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
         play(share - 1.5 / len(WAYS))  # one way that hangs does no longer
 
 
+class Unclosed(talkers.Talker):
+    """Answers with a number, and does not close."""
+
+    def step(self, text: str) -> Any:
+        return 5
+
+    def close(self) -> None:
+        raise OSError
+
+
+def test_an_error_of_close_does_not_hide_the_first_one() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    runner = EpisodeRunner(config_of(f"{__name__}:Unclosed"), tokenizer)
+    with pytest.raises(EpisodeError, match="got 5"):
+        runner(Scripted(tokenizer, SPOKEN), [prompt_of(tokenizer)], [SAMPLING], DEFAULT_OPTIONS)
+    counts = runner.take_counts()
+    assert counts["failed_invalid"] == counts["failed"] > counts["failed_raised"] == 0
+
+
 class Foreign(talkers.Talker):
     """Speaks a letter that the tokenizer does not know."""
 

@@ -19,6 +19,7 @@ from refusals import refused
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.errors import RunError
+from dapo_runner.logging.metrics import sampling_metrics
 from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingExhaustedError, prompts_for
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt, Sample, Segment
@@ -141,6 +142,9 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         assert len(step.groups) == n_accepted
         assert (sampler.buffer.acceptance > 0.5) == (n_accepted > 0)
         assert step.stats.varying_reward_only == (step.stats.groups if by_reward > by_correctness else 0)
+        shares = sampling_metrics(step.stats, "reward")
+        assert shares["sampling/varying_reward_only"] == float(by_reward > by_correctness)
+        assert shares["sampling/varying_reward"] == 1 - shares["sampling/equal_reward"] == float(by_reward > 0)
 
 
 def test_without_filter_every_group_trains() -> None:
