@@ -16,6 +16,7 @@ from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.logging.metrics import before_and_after, read_log
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.timing import PHASES
 from dapo_runner.train import train
@@ -45,6 +46,19 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
     assert steps[0]["sync/gap"] < 1e-5
     assert steps[0]["train/rollout_gap"] < 1e-5  # later steps may hold groups carried over from older weights
     assert list(before_and_after(finished)) == ["before (step 0)", "after (step 4)"]
+
+
+def test_evaluations_share_the_scorer_of_a_run(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it the lock: no reward is called by two threads at a time."""
+    made, initialize = list[Scorer](), Scorer.__init__
+
+    def noted(self: Scorer, *args: Any, **options: Any) -> None:
+        made.append(self)
+        initialize(self, *args, **options)
+
+    monkeypatch.setattr(Scorer, "__init__", noted)
+    train(config_in(tmp_path, start, run={"steps": 1}), Notes())
+    assert len(made) == 1
 
 
 def test_a_run_times_every_phase(finished: Path) -> None:

@@ -140,6 +140,24 @@ def test_header_zeros_and_engine(alone: Any) -> None:
     assert [pytest.approx(values) for values in engine] == [[0.1, 0.1, 0.2, 0.2], [0.3, 0.3], [0.4, 0.4, 0.5, 0.5]]
 
 
+def test_new_points_leave_the_zoom_and_colours_follow_the_theme(alone: Any) -> None:
+    shown = "document.querySelector('.panel').lastChild.layout.xaxis.range"
+    box = alone.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
+    alone.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
+    first, last = alone.evaluate(shown)
+    alone.mouse.down()
+    alone.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
+    alone.mouse.up()
+    low, high = alone.evaluate(shown)
+    assert first < low < high < last
+    alone.fill("#smoothing", "0.3")
+    assert alone.evaluate(shown) == [low, high]
+    for scheme, paper, ink in (("light", "rgb(255, 255, 255)", "#222"), ("dark", "rgb(22, 22, 22)", "#ddd")):
+        alone.emulate_media(color_scheme=scheme)
+        until(alone, f"document.querySelector('.chart').layout.font.color === '{ink}'")
+        assert alone.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+
+
 def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
     def shown() -> tuple[list[str], int]:
         """The step of each run, and how many prompts there are."""
