@@ -1,8 +1,8 @@
 """Time and memory of a call on a CUDA device, where one process measures every contestant.
 
-Time is that between a pair of events around the call, after the L2 cache was overwritten. The overwriting is under way
-while the host launches the call, so that the first launch is hidden; where the host is slower than the device, its
-later gaps are in the figure. Memory is what torch's allocator gave out, to the byte.
+Time is that between a pair of events around the call, after the L2 cache was overwritten. Before the first event the
+device waits for 5 ms, in which the host queues the call, as it runs ahead of the device in training. So the figure is
+the device's time, unless the call itself waits for the device. Memory is what torch's allocator gave out, to the byte.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dapo_kernels.memory import release_workspace
 
 # The cache is emptied by writing so many times its size; the size is a guess where a device does not report it.
 _FLUSH_TIMES, _UNKNOWN_CACHE = 4, 64 * 2**20
+_WAIT_CYCLES = 10_000_000  # 5 ms at 2 GHz: the slowest call is queued in 3 ms
 
 
 class CudaMeter:
@@ -40,6 +41,7 @@ class CudaMeter:
         """Make one call and return its seconds."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._scratch.zero_()
+        torch.cuda._sleep(_WAIT_CYCLES)
         begin.record()
         result = run()
         end.record()

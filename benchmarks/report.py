@@ -35,7 +35,7 @@ Each heading names the allocator that every process under it had from its start:
 """
 CUDA_METHOD = """\
 One process measures one configuration after another; the contestants take turns. Time is that between two CUDA events
-around the call, after the L2 cache was overwritten. The first launch is hidden behind that, later gaps count.
+around the call, after the L2 cache was overwritten and while the device waits 5 ms for the host to queue the call.
 Peak extra is the most that torch's allocator gave out during a call minus what it had before: to the byte, returned
 gradients included (their share is in the next column).
 """

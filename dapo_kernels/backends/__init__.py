@@ -9,6 +9,7 @@ from dapo_kernels.backends.registry import (
     covers,
     cpu_backend,
     cuda_build,
+    scale_,
     use_backend,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "covers",
     "cpu_backend",
     "cuda_build",
+    "scale_",
     "use_backend",
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dapo_kernels.backends.protocol import Backend
 
@@ -222,6 +223,19 @@ def backend(name: str) -> Backend:
         module: Any = importlib.import_module(BACKENDS[name].module)
         _loaded[name] = module
     return _loaded[name]
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiply ``x`` in place by ``factor``, [], on the same device, without waiting for it.
+
+    On a GPU Triton leaves ``x`` alone if the factor is 1. PyTorch's ``mul_`` by a tensor does not: it takes four times
+    as long as a pass over bfloat16 logits.
+    """
+    if x.device.type == "cuda" and x.dtype != torch.float64 and x.stride(-1) == 1 and _why_not("triton") is None:
+        by: Any = backend("triton")
+        by.scale_(x, factor)
+    else:
+        x.mul_(factor)
 
 
 def cpu_backend() -> Any:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dapo_kernels.backends import scale_
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _SCHEMA = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str"}
 
@@ -270,11 +272,11 @@ def check_first_backward(ctx: Any, caller: str, remedy: str) -> None:
 def scaled(gradient: Tensor, grad_output: Tensor) -> Tensor:
     """Return grad_output · gradient, in the gradient's own storage: a second copy of dW would be the peak of memory.
 
-    The common grad_output 1 costs nothing on the CPU; on other devices reading it would wait. Under a tracer (whose
-    tensors have another type) the product is a new tensor and the compiler plans the memory.
+    The common grad_output 1 costs next to nothing. Under a tracer (whose tensors have another type) the product is a
+    new tensor and the compiler plans the memory.
     """
     if type(gradient) is not Tensor:
         return gradient * grad_output
-    if gradient.device.type != "cpu" or grad_output.item() != 1.0:
-        gradient.mul_(grad_output)
+    if gradient.numel() and (gradient.device.type != "cpu" or grad_output.item() != 1.0):
+        scale_(gradient, grad_output)
     return gradient

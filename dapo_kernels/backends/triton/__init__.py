@@ -62,6 +62,7 @@ LAUNCHES = (
 # A program has at most 1024 threads; a warp of AMD's larger GPUs has 64.
 MAX_WARPS = 32 if torch.version.hip is None else 16
 _BLOCK_T = 256
+_SCALING_PROGRAMS = 4  # per SM
 # How many rows an SM holds, of kernels that have been launched: by kernel, device, dtype and compile-time options.
 _held: dict[tuple[Any, ...], int] = {}
 
@@ -229,6 +230,16 @@ def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: Obje
     if work is not logits:
         logits.copy_(work)
     return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
+
+
+def scale_(rows: Tensor, factor: Tensor) -> None:
+    """Multiply rows, [V], [N, V] or [B, L, V] with a last stride of 1, by a factor that stays on the device."""
+    rows = rows.detach()[None] if rows.dim() == 1 else rows.detach()
+    n = rows[..., 0].numel()
+    gpu = residency.gpu_of(rows.device)
+    programs = n if gpu is None else min(n, _SCALING_PROGRAMS * gpu.multiprocessors)
+    shape = {name: value for name, value in _shape(rows).items() if name != "HAS_REST"}
+    launch(kernels.scale_kernel, programs, rows.device, *_rows(rows), rows.shape[-1], factor, n, **shape)
 
 
 def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scalars: ObjectiveScalars) -> TokenLoss:
