@@ -10,11 +10,22 @@ import pytest
 import test_backends
 import torch
 from closeness import as_accurate, elementwise
-from gpu import DEVICE, GIB, NEEDS_DEVICE, batch, needs_memory, poison, step
+from gpu import DEVICE, GIB, NEEDS_DEVICE, batch, needs_memory, poison, same, step
 from test_golden import CASES, check_case, name_of
+from test_sampling_mask import CHUNKS, TEMPERATURE, kept_by, rows_case
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_distillation_loss, token_logprobs, use_backend
+from dapo_kernels import (
+    SamplingMask,
+    dapo_loss,
+    linear_dapo_loss,
+    linear_distillation_loss,
+    token_logprobs,
+    use_backend,
+)
+from dapo_kernels.backends import registry
+from dapo_kernels.engine.kept import KeptTokens
+from dapo_kernels.records import RowRequest, Slopes
 
 pytestmark = [pytest.mark.gpu, NEEDS_DEVICE]
 # The tests of every backend, with the fixtures below.
@@ -68,6 +79,72 @@ def test_from_hidden_states(gpu_backend: str, kind: float | str, dtype: torch.dt
         truth, eager = solve(torch.float64), solve(dtype)
     for name, found, exact, near in zip(("loss", "hidden", "weight"), solve(DEVICE), truth, eager, strict=True):
         as_accurate(found, exact, near, what=name, multiple=3.0)
+
+
+# --- tokens sampled from a part of the vocabulary ---------------------------------------------------------
+
+
+def step_with_lists(made: dict[str, Tensor], to: Any, **how: Any) -> tuple[Tensor, ...]:
+    """Loss, log-probs, entropies and gradients, on a device or in a dtype of the CPU."""
+    leaves = [made[x].to(to, copy=True).requires_grad_() for x in ("hidden", "weight", "logits") if x in made]
+    moved = {name: x.to(leaves[0].device) for name, x in made.items()}
+    ids, advantages, mask = (moved[name] for name in ("target_ids", "advantages", "mask"))
+    lists = SamplingMask(moved["ids"], moved["offsets"]) if "ids" in made else None
+    function = linear_dapo_loss if "hidden" in made else dapo_loss
+    how |= {"mask": mask, "sampling_mask": lists, "entropy_coef": 0.1, "entropy": True}
+    out = function(*leaves, ids, None, advantages, **how)
+    values = (out.loss.detach(), out.logprobs, out.entropy, *torch.autograd.grad(out.loss, leaves))
+    return tuple(value.cpu() for value in values)
+
+
+@pytest.mark.parametrize("option", [True, False])
+@pytest.mark.parametrize("level", ["logits", "hidden"])
+def test_sampling_masks(gpu_backend: str, level: str, option: bool) -> None:
+    """In bfloat16 against float64 on the CPU, twice the same bits. The first chunk has no lists. ``option``: in place,
+    or whether the host waits. No list at all is no mask; and no tokens.
+    """
+    n, vocab, g = 700, 1031, torch.Generator().manual_seed(47)
+    shapes = {"hidden": (n, 64), "weight": (vocab, 64)} if level == "hidden" else {"logits": (n, vocab)}
+    made = {name: torch.randn(*shape, generator=g).bfloat16() for name, shape in shapes.items()}
+    made |= {"target_ids": torch.randint(vocab, (n,), generator=g), "advantages": torch.randn(n, generator=g)}
+    made["mask"] = torch.rand(n, generator=g) > 0.2
+    kept = torch.rand(n, vocab, generator=g) < 0.3
+    kept[:350], kept[torch.arange(n), made["target_ids"]] = True, True
+    made |= SamplingMask.from_kept(kept)._asdict()
+    in_chunks = {"chunk_bytes": 256 * 1040 * 2, "host_sync": option}
+    how: dict[str, Any] = in_chunks if level == "hidden" else {"inplace_backward": option}
+    with use_backend("torch"):
+        truth, eager = (step_with_lists(made, dtype) for dtype in (torch.float64, torch.bfloat16))
+    found = step_with_lists(made, DEVICE, **how)
+    assert same(step_with_lists(made, DEVICE, **how), found)
+    names = ("loss", "log-probs", "entropies", *shapes)
+    for name, got, exact, near_it in zip(names, found, truth, eager, strict=True):
+        as_accurate(got, exact, near_it, what=name, multiple=3.0)
+    empty = SamplingMask.from_kept(torch.ones_like(kept))._asdict()
+    plain = {name: x for name, x in made.items() if name not in empty}
+    assert same(*(step_with_lists({**plain, **lists}, DEVICE, **how) for lists in (empty, {})))
+    nothing = {name: x if name == "weight" else x[:0] for name, x in made.items()}
+    loss, *_ = step_with_lists({**nothing, "offsets": torch.zeros(1).int()}, DEVICE, **how)
+    assert loss == 0
+
+
+def test_lists_of_rows_in_any_order(gpu_backend: str) -> None:
+    case = rows_case(seed=18)
+    of, ids = (kept := kept_by(case)).nonzero().unbind(1)
+    live = torch.ones(len(kept), dtype=torch.bool)
+    offsets = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+    request = RowRequest(case.target_ids, live, 1.0, TEMPERATURE, True, False, live, ids, of, offsets)
+    results = []
+    for device, by in (("cpu", registry.backend("torch")), (DEVICE, registry.backend(gpu_backend))):
+        moved = RowRequest(*(x.to(device) if isinstance(x, Tensor) else x for x in request))
+        chunk = moved.at(CHUNKS[2].to(device))
+        logits, lists = case.leaves["logits"][CHUNKS[2]].to(device), KeptTokens(by, chunk)
+        stats, gradient = lists.row_stats(logits.clone(), chunk), torch.empty_like(logits)
+        slopes = Slopes(*torch.ones(2, len(logits), device=device))
+        lists.row_grad(gradient, logits.clone(), chunk, stats, slopes)
+        results.append((stats.logprobs.cpu(), stats.entropy.cpu(), gradient.cpu()))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------

@@ -235,6 +235,26 @@ def test_a_bad_target_trips_an_assert(gpu_backend: str, live: bool, level: str) 
         assert "no complaint" in done.stdout
 
 
+_OFFSETS = """
+import torch
+from dapo_kernels import SamplingMask, token_logprobs, use_backend
+lists = SamplingMask(torch.tensor([1, 2, 3], device="cuda"), torch.tensor({offsets}, device="cuda"))
+with use_backend({backend!r}):
+    token_logprobs(torch.zeros(2, 9, device="cuda"), torch.tensor([1, 2], device="cuda"), sampling_mask=lists)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 3], [0, 4, 3], [0, 1, 4], [1, 2, 3], [0, 1, 2]], ids=str)
+def test_bad_offsets_of_lists_trip_an_assert(gpu_backend: str, offsets: list[int]) -> None:
+    """All but the first ones are."""
+    code = _OFFSETS.format(offsets=offsets, backend=gpu_backend)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    is_good = offsets == [0, 1, 3]
+    assert (done.returncode == 0) == is_good, done.stderr[-2000:]
+    assert is_good or "assert" in done.stderr.lower(), done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiles_as_one_graph(gpu_backend: str, level: str) -> None:
     names = ("hidden", "weight") if level == "hidden" else ("logits",)
