@@ -59,7 +59,7 @@ def keywords_of(name: str, b: dict[str, Tensor]) -> dict[str, Any]:
     """Arguments that an objective asks for."""
     row = OBJECTIVES[name]
     said: dict[str, Any] = {"objective": name, "mask": b["mask"], "cu_seqlens": b["cu_seqlens"]}
-    if row.kl_coef != 0:
+    if row.needs_reference:
         said["ref_logprobs"] = b["ref_logprobs"]
     if row.aggregate == "seq-mean-token-sum-norm":
         said["length_norm"] = 512.0

@@ -274,3 +274,14 @@ def test_compiles_as_one_graph(gpu_backend: str, level: str) -> None:
             results.append((loss, *torch.autograd.grad(loss, leaves)))
         for got, want in zip(*results, strict=True):
             assert near(got, want)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_is_multiplied_where_it_lies(gpu_backend: str, dtype: torch.dtype, factor: float) -> None:
+    leaf = torch.randn(300, 5003, device=DEVICE).to(dtype).requires_grad_()
+    ids, weights = torch.randint(5003, (300,), device=DEVICE), torch.rand(300, device=DEVICE)
+    expected = torch.autograd.grad(factor * dapo_loss(leaf, ids, None, weights).loss, leaf)[0]
+    logits = leaf.detach().clone().requires_grad_()
+    got = torch.autograd.grad(factor * dapo_loss(logits, ids, None, weights, inplace_backward=True).loss, logits)[0]
+    torch.testing.assert_close(got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)

@@ -55,3 +55,14 @@ def test_programs_that_share_rows_of_a_divergence(monkeypatch: pytest.MonkeyPatc
         assert torch.equal((rows == 0).all(1), ~p.request.live)
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(5, 37), (2, 3, 40), (33,), (4, 20_000)], ids=str)
+def test_a_gradient_is_multiplied_in_place(shape: tuple[int, ...]) -> None:
+    """Also one whose rows are columns of a wider tensor, and not at all by 1."""
+    whole = torch.randn(*shape[:-1], shape[-1] + 3)
+    for factor in (1.0, 0.3, -2.0):
+        x = whole.clone()
+        triton.scale_(x[..., :-3], torch.tensor(factor))
+        assert torch.equal(x[..., :-3], whole[..., :-3] * factor)
+        assert torch.equal(x[..., -3:], whole[..., -3:])
