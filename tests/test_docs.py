@@ -158,6 +158,34 @@ def test_what_the_readme_shows_is_so() -> None:
     assert cells <= {(f"{time:.2f}", f"{mib:.0f}") for _, time, mib in sides}
 
 
+def test_gpu_figures_of_the_readme_are_measured() -> None:
+    measured: dict[tuple[str, str], tuple[float, float]] = {}
+    shapes = {"logits": "logits bfloat16 N=8192 V=151936", "hidden": "hidden bfloat16 N=8192 V=151936 H=4096"}
+    for level, shape in shapes.items():
+        path = ROOT / f"benchmarks/results/gpu-{level}-nvidia-h200.json"
+        (record,) = [one for one in json.loads(path.read_text(encoding="utf-8"))["records"] if one["config"] == shape]
+        for row in record["rows"]:
+            if row["status"] == "ok":
+                measured[level, row["name"]] = row["median_ms"], row.get("peak_extra_bytes", 0) / 2**30
+    names = {
+        "**dapo_kernels**": ("dapo_kernels, new gradient", "dapo_kernels"),
+        '**dapo_kernels**, in place (with `use_backend("cuda")`)': ("dapo_kernels", None),
+        "Liger's GRPO loss (from logits: in place)": ("Liger GRPO, Triton", "Liger GRPO"),
+        "TRL's log-probs (from hidden states: chunked)": ("TRL selective_log_softmax", "TRL chunked log-probs"),
+        "`torch.compile`": ("torch.compile", "torch.compile"),
+        "eager PyTorch, softmax in float32": ("eager, softmax in fp32", "eager, softmax in fp32"),
+    }
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+)(?: \(([\d.]+)\))? \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", README, re.M)
+    assert [name for name, *_ in rows] == list(names)
+    for name, ms, ms_cuda, gib, hidden_ms, hidden_gib in rows:
+        shown = [("logits", names[name][0], ms, gib), ("hidden", names[name][1], hidden_ms, hidden_gib)]
+        shown += [("logits", "dapo_kernels, cuda", ms_cuda, gib)] if ms_cuda else []
+        for level, side, time, memory in shown:
+            if side is not None:
+                assert float(time) == pytest.approx(measured[level, side][0], rel=5e-3)
+                assert float(memory) == pytest.approx(measured[level, side][1], abs=0.051)
+
+
 def test_the_table_of_objectives_is_that_of_the_code() -> None:
     row = r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| (.*?) ?\| ([\w-]+) \|(.*?)\| \S.*\|$"
     cells = re.findall(row, DOCS["objectives.md"], re.MULTILINE)

@@ -52,7 +52,7 @@ MAX_REGISTERS = 64
 # The second sweep over a row should hit the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100 380. The
 # longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the cache, as
 # long as the number of warps allows it. Beyond that ``residency.rows_in_flight`` limits the number of programs: at
-# V=151936 two rows per SM are 594 KiB in bfloat16. Chosen from these figures, not yet measured.
+# V=151936 two rows per SM are 594 KiB in bfloat16. Chosen from these figures; other launches were not measured.
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),
