@@ -14,10 +14,12 @@ from PIL import Image
 from dapo_runner.config import StudyConfig, parse, read_recipe
 from dapo_runner.tools.study.figures import draw_figure
 from dapo_runner.tools.study.results import by_variant, load_results
+from docs.search_effects import endpoints
 
 ROOT = Path(__file__).parents[1]
 VALUES = ROOT / "benchmarks" / "results" / "study-table1-20261126.json"
 CURVES = {"table1": VALUES, "prompt-mean": ROOT / "benchmarks" / "results" / "study-prompt-mean-20261124.json"}
+SEARCH = ROOT / "benchmarks" / "results" / "search-ladder-20261126.json"
 STUDIES = ROOT / "recipes" / "studies"
 FOLDER = ROOT / "docs" / "study"
 PICTURE = FOLDER / "differences.png"
@@ -60,6 +62,17 @@ def draw(path: Path = PICTURE) -> None:
     canvas.savefig(path)
 
 
+def draw_search(path: Path = FOLDER / "search-ladder.png") -> None:
+    """Draw the rungs of the ladder on the task with search: a panel for each endpoint."""
+    found = endpoints(json.loads(SEARCH.read_text(encoding="utf-8")))
+    canvas = Figure(figsize=(11.5, 3.2), dpi=110, layout="constrained")
+    for ax, (name, values) in zip(canvas.subplots(1, len(found), sharey=True), found.items(), strict=True):
+        draw_differences(ax, {LADDER[row]: points for row, points in differences(values).items()})
+        ax.set_title(name if name.startswith("pass") else f"avg@16 at {name}", fontsize=10)
+        ax.set_xlabel("difference to the row above (points)", fontsize=9)
+    canvas.savefig(path)
+
+
 def draw_curves(name: str, values: Path, folder: Path = FOLDER) -> None:
     """Draw the figures of a study from its JSON file, with fewer colors than it is drawn in: a fourth of the bytes."""
     study, found = parse(read_recipe(STUDIES / f"{name}.yaml"), StudyConfig), by_variant(load_results(values))
@@ -71,5 +84,6 @@ def draw_curves(name: str, values: Path, folder: Path = FOLDER) -> None:
 
 if __name__ == "__main__":
     draw()
+    draw_search()
     for study, values in CURVES.items():
         draw_curves(study, values)

@@ -175,7 +175,8 @@ def test_gpu_figures_of_the_readme_are_measured() -> None:
         "`torch.compile`": ("torch.compile", "torch.compile"),
         "eager PyTorch, softmax in float32": ("eager, softmax in fp32", "eager, softmax in fp32"),
     }
-    rows = re.findall(r"^\| (.+?) \| ([\d.]+)(?: \(([\d.]+)\))? \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", README, re.M)
+    row = r"^\| (.+?) \| ([\d.]+)(?: \(([\d.]+)\))? \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]*) ?\|$"
+    rows = re.findall(row, README, re.MULTILINE)
     assert [name for name, *_ in rows] == list(names)
     for name, ms, ms_cuda, gib, hidden_ms, hidden_gib in rows:
         shown = [("logits", names[name][0], ms, gib), ("hidden", names[name][1], hidden_ms, hidden_gib)]

@@ -14,7 +14,8 @@ import pytest
 from dapo_runner.cli import main
 from dapo_runner.tools.study.results import PairedTest, estimate, holm, paired_test
 from docs import troubleshooting_pictures as pictures
-from docs.study_pictures import BUDGETS, LADDER, ROOT, VALUES
+from docs.search_effects import endpoints
+from docs.study_pictures import BUDGETS, LADDER, ROOT, SEARCH, VALUES
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 TRICKS = ["whole", "group_mean", "batch_std", "batch_mean", "by_sequence", "clip", "short", "short_filter"]
@@ -90,6 +91,23 @@ def test_what_the_clip_bounds_met() -> None:
     text = " ".join(PAGE.split())
     assert f"{least} to {most} % of the tokens meet the upper bound, and at most {highest:.1f} % in any step" in text
     assert f"{least_low} to {most_low} % meet the lower bound" in text
+
+
+def test_the_ladder_on_a_task_with_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "studies/search-ladder", "--check", str(SEARCH)]) == 0, capsys.readouterr().out
+    found = endpoints(json.loads(SEARCH.read_text(encoding="utf-8")))
+    rows = [{row: [values[row, seed] for seed in range(8)] for row in LADDER} for values in found.values()]
+    for row, cells in zip(LADDER, table("## A task with search"), strict=True):
+        assert cells == [LADDER[row], *(spread(by[row]) for by in rows)]
+    lines = table("\n| | equal updates | Holm |")
+    for place, by in enumerate(rows):
+        tests = [compare(by, row, above) for above, row in pairwise(LADDER)]
+        corrected = holm([test.p or 0.0 for test in tests])
+        for line, test, p in zip(lines, tests, corrected, strict=True):
+            assert line[1 + 2 * place] == show(test)
+            assert float(line[2 + 2 * place]) == pytest.approx(p, rel=0.05)
+    for by, sentence in zip(rows, ("at equal updates", "at equal cost"), strict=False):
+        assert f"{show(compare(by, 'dapo', 'grpo'))} {sentence}" in " ".join(PAGE.split())
 
 
 def test_prompt_means_against_token_means() -> None:
