@@ -145,6 +145,18 @@ def test_machine_code_of_the_elementwise_kernel(surrogate: str, estimator: str, 
     assert got.registers <= MAX_REGISTERS, got
 
 
+@pytest.mark.parametrize("logits", ["bf16", "fp32"])
+def test_machine_code_of_the_scaling_kernel(logits: str) -> None:
+    launch, shape = LAUNCHES[-1], sass.cut("even", logits)
+    constants = {"BLOCK_V": launch.block(shape["VEC"]), "VEC": shape["VEC"]}
+    got = sass.compiled("scale_kernel", logits, constants, 90, launch.num_warps)
+    assert (got.local_bytes, got.local_accesses) == (0, 0), got
+    assert got.registers <= MAX_REGISTERS, got
+    assert [(loop.loads > 0, loop.loads == loop.stores, loop.narrow) for loop in got.loops if loop.stores] == [
+        (True, True, 0)
+    ], got
+
+
 @pytest.mark.parametrize("rows", ["even", "padded", "odd"])
 @pytest.mark.parametrize(("logits", "block"), [("bf16", 128), ("fp16", 128), ("fp32", 64)])
 def test_the_smallest_blocks_compile(logits: str, block: int, rows: str) -> None:
@@ -159,7 +171,7 @@ def test_every_kernel_is_compiled_here() -> None:
     modules = [importlib.import_module(f"{triton.__name__}.{m.name}") for m in pkgutil.iter_modules(triton.__path__)]
     found = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     plans = sass.VARIANTS | sass.DIVERGENCES
-    assert found == {plan.kernel for plan in plans.values()} | {"token_loss_kernel"}
+    assert found == {plan.kernel for plan in plans.values()} | {"token_loss_kernel", "scale_kernel"}
 
 
 def test_the_page_shows_the_table() -> None:

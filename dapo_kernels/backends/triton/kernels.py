@@ -214,7 +214,7 @@ def row_loss_kernel(
 
 @triton.jit(**_PER_CALL)
 def scale_kernel(
-    Rows, inner, stride_outer: tl.int64, stride_inner: tl.int64, V, Factor, N,
+    Logits, inner, stride_outer: tl.int64, stride_inner: tl.int64, V, Factor, N,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows in place by one factor. Nothing is read if it is 1, the usual one in a backward pass."""
@@ -222,7 +222,7 @@ def scale_kernel(
     if factor != 1.0:
         row = tl.program_id(0).to(tl.int64)
         while row < N:
-            X = _row(Rows, row, inner, stride_outer, stride_inner, VEC)
+            X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
             for start in range(0, V, BLOCK_V):
                 offs = start + tl.arange(0, BLOCK_V)
                 x = tl.load(X + offs, mask=offs < V, other=0.0)
