@@ -198,7 +198,7 @@ class Layout:
             _check_once(self, ids, offsets, request.live)
         if on_host(ids):  # takes a quarter of the time of searchsorted
             rows = torch.repeat_interleave(counts, output_size=ids.shape[0])
-            offsets = offsets - offsets[:1]  # unchecked in a compiled graph: those that begin late stay within ids
+            offsets = offsets - offsets[:1]  # a compiled graph does not check that the first is 0
         else:
             rows = torch.searchsorted(offsets, torch.arange(ids.shape[0], device=self.device), right=True) - 1
         return request._replace(listed=counts > 0, kept_ids=ids, kept_rows=rows, kept_offsets=offsets)

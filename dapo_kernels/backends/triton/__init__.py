@@ -62,7 +62,7 @@ LAUNCHES = (
 # A program has at most 1024 threads; a warp of AMD's larger GPUs has 64.
 MAX_WARPS = 32 if torch.version.hip is None else 16
 _BLOCK_T = 256
-_SCALING_PROGRAMS = 4  # per SM
+_SCALING_PROGRAMS = 4  # of the scaling kernel, per SM; not tuned
 # How many rows an SM holds, of kernels that have been launched: by kernel, device, dtype and compile-time options.
 _held: dict[tuple[Any, ...], int] = {}
 
