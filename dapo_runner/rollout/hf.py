@@ -39,7 +39,7 @@ from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, 
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.
 DEAD_SHARE = 0.25
-ROOM = 64  # tokens for which the cache gets memory at once
+ROOM = 64  # most tokens for which the cache gets memory at once
 # Tokens that are decoded beyond those a stop string may span (it has no more tokens than bytes): a decoder may treat
 # what it takes for a beginning in its own way, such as dropping a space.
 STOP_MARGIN = 4
@@ -276,7 +276,7 @@ def _append_states(held: Tensor, new: Tensor) -> Tensor:
     """Return states [B, heads, N, size] followed by new ones, written behind them if there is room."""
     (batch, heads, start, size), end = held.shape, held.shape[2] + new.shape[2]
     if start == 0 or end * size > held.stride(1):
-        roomy = new.new_empty(batch, heads, end + ROOM, size)
+        roomy = new.new_empty(batch, heads, end + min(ROOM, 4 + end // 4), size)
         roomy[:, :, :start] = held
         held = roomy
     states = held.as_strided((batch, heads, end, size), held.stride())
