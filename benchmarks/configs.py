@@ -184,8 +184,7 @@ _CUDA_PEERS = (
         "Liger GRPO, Triton",
     ),
     *("quack cross_entropy", "quack linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy, unfiltered"),
-    *("verl linear_cross_entropy", "Liger scaled cross-entropy"),
-    *("flash-attn cross_entropy_loss", "linear_cross_entropy, chunked"),
+    *("verl linear_cross_entropy", "Liger scaled cross-entropy", "linear_cross_entropy, chunked"),
 )
 # Plain cross-entropy is REINFORCE with advantages of 1: what libraries without a policy loss are tuned for.
 _CROSS_ENTROPY_PEERS = (

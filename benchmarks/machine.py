@@ -23,7 +23,7 @@ from dapo_kernels.backends import available_backends
 from dapo_runner.preflight.amx import VARIABLE
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
-_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "flash-attn", "cut-cross-entropy", "verl")
+_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy", "verl")
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLE = ROOT / "build" / "gpu-bundle"
 # What figures depend on.

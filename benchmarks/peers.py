@@ -8,9 +8,12 @@ Functions that return only a mean run where the objective is that mean.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -193,14 +196,6 @@ def _quack_logits(quack: Any, in_place: bool) -> Callable[..., Tensor]:
     return functools.partial(quack.cross_entropy, reduction="none", inplace_backward=in_place)
 
 
-_FLASH = "flash_attn.ops.triton.cross_entropy"
-
-
-@_cross_entropy("flash-attn cross_entropy_loss", "its Triton kernel, in place", "logits", _FLASH, destroys_logits=True)
-def _flash_attn(flash_attn: Any, in_place: bool) -> Callable[..., Tensor]:
-    return lambda logits, ids: flash_attn.cross_entropy_loss(logits, ids, inplace_backward=in_place)[0]
-
-
 _QUACK, _HELD = "quack.linear_cross_entropy", "reduction none, in place, logits held"
 
 
@@ -230,13 +225,25 @@ _VERL = "verl.utils.kernel.linear_cross_entropy"
 _VERL_SETTING = "its fused kernel, reduction none, entropies included"
 
 
+def import_verl() -> Any:
+    """Import the kernel. verl imports ray, 76 MiB that the kernel does not use: where it is absent, a mock replaces it."""
+    lacks_ray = find_spec("ray") is None
+    if lacks_ray:
+        sys.modules["ray"] = mock.MagicMock()
+    try:
+        return import_module(_VERL)
+    finally:
+        if lacks_ray:
+            del sys.modules["ray"]
+
+
 @_peer("verl linear_cross_entropy", _VERL_SETTING, "hidden", _VERL, device="cuda", takes=lambda c: c.hidden % 128 == 0)
 def _verl(problem: Problem) -> Run:
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+    fused = import_verl().linear_cross_entropy
 
     # It returns log-probs, not their negatives, and always entropies.
     def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropy = linear_cross_entropy(hidden, weight, problem.tokens.target_ids, 1.0, "none")
+        logprobs, entropy = fused(hidden, weight, problem.tokens.target_ids, 1.0, "none")
         return logprobs, entropy if problem.config.entropy else None
 
     return from_logprobs(problem, logprobs_of)

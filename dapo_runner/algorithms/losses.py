@@ -192,16 +192,15 @@ class DistillationLoss:
 CHOSEN, REJECTED = 1.0, -1.0  # stored in place of advantages
 
 
-def make_pairs(group: Group, most: int) -> tuple[list[tuple[int, int]], int]:
-    """Return at most ``most`` pairs (chosen, rejected) of indices of training samples, and the number of ties."""
-    samples = group.samples
-    best = sorted((i for i, sample in enumerate(samples) if sample.trains), key=lambda i: -samples[i].reward)
-    facing = list(zip(best, reversed(best), strict=True))[: min(most, len(best) // 2)]
-    pairs = [(chosen, rejected) for chosen, rejected in facing if samples[chosen].reward > samples[rejected].reward]
-    return pairs, len(facing) - len(pairs)
+def make_pair(group: Group) -> tuple[tuple[int, int] | None, bool]:
+    """Return the indices of the best and the worst training sample, or None, and whether their rewards tie."""
+    rewards = {i: sample.reward for i, sample in enumerate(group.samples) if sample.trains}
+    best = sorted(rewards, key=lambda i: -rewards[i])
+    is_tie = len(best) > 1 and rewards[best[0]] == rewards[best[-1]]
+    return (None if is_tie or len(best) < 2 else (best[0], best[-1])), is_tie
 
 
-def pair_sequences(groups: Sequence[Group], config: PreferenceConfig, step: int = 0) -> list[TrainingSequence]:
+def pair_sequences(groups: Sequence[Group], step: int = 0) -> list[TrainingSequence]:
     """Return the training sequences of a step, in the order of their groups. Sequences without a pair do not train.
     ``step`` is the number of this step.
     """
@@ -209,13 +208,14 @@ def pair_sequences(groups: Sequence[Group], config: PreferenceConfig, step: int 
     n_pairs = 0
     for group_id, group in enumerate(groups):
         labels, pair_ids = [0.0] * len(group.samples), [-1] * len(group.samples)
-        for chosen, rejected in make_pairs(group, config.pairs_per_group)[0]:
+        if pair := make_pair(group)[0]:
+            chosen, rejected = pair
             labels[chosen], labels[rejected] = CHOSEN, REJECTED
             pair_ids[chosen] = pair_ids[rejected] = n_pairs
             n_pairs += 1
-        for sample, label, pair in zip(group.samples, labels, pair_ids, strict=True):
+        for sample, label, pair_id in zip(group.samples, labels, pair_ids, strict=True):
             sequence = make_sequence(group, sample, label, group_id, step - group.step)
-            sequences.append(replace(sequence, pair=pair, mask=sequence.mask & (pair >= 0)))
+            sequences.append(replace(sequence, pair=pair_id, mask=sequence.mask & (pair_id >= 0)))
     return sequences
 
 
@@ -227,7 +227,7 @@ def order_by_pair(sequences: Sequence[TrainingSequence]) -> list[TrainingSequenc
 
 def pair_metrics(groups: Sequence[Group], config: PreferenceConfig | None) -> dict[str, float]:
     """Return the number of ties, or nothing without preference training."""
-    return {} if config is None else {"ties": sum(make_pairs(group, config.pairs_per_group)[1] for group in groups)}
+    return {} if config is None else {"ties": sum(make_pair(group)[1] for group in groups)}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ GAE = {"advantage": {"gamma": 1.0, "lam": 0.95}, "critic.clip": 0.2}
 ACTION = {"loss.objective": "reinforce", "loss.overrides.aggregate": "seq-mean-token-sum", **ONE_UPDATE}
 # The trust region is around the policy that sampled the responses. The loss is a sum over tokens.
 DPPO = {"loss.old_logprobs": "rollout", "loss.overrides.aggregate": "seq-mean-token-sum-norm"}
-PAIRS = {"preference": {"loss_type": "sigmoid", "beta": 0.1, "pairs_per_group": 1, "reference": "start"}}
+PAIRS = {"preference": {"loss_type": "sigmoid", "beta": 0.1, "reference": "start"}}
 SPO = {**PPO, **RIGHT_ONLY, "loss.overrides.kl_coef": 1e-4}
 CHAIN = {"advantage.segments.kind": "chain"}
 TREE = {"advantage.segments": {"kind": "tree", "per_step": 32}, "sampler.max_age": 7, "optimizer.mini_batch_size": 128}

@@ -160,20 +160,11 @@ class CorrectionConfig(Section):
         yield "floor", self.floor <= self.cap, f"at most cap={self.cap:g}"
 
 
-class ProbeConfig(Section):
-    """After each sync, compare the log-probs of engine and trainer on responses to a few training prompts."""
-
-    enabled: bool = True  # compare engine and trainer on a few prompts after each weight transfer
-    # limit of the mean |Δ log-prob|; null: by dtype, lower after three probes (docs/vllm.md)
-    bound: PositiveFloat | None = None
-
-
 class RolloutConfig(SamplingConfig):
     requires = {
         "loss.old_logprobs=learner": "correction",
         "engine=server rollout.correction.weights": "max_staleness",
         "engine=hf|vllm": "sampling_mask",
-        "max_mismatch_kl": "on_mismatch",
     }
 
     engine: Literal["hf", "vllm", "server"] = "hf"  # transformers (hf) or vLLM in this process, or servers
@@ -182,10 +173,9 @@ class RolloutConfig(SamplingConfig):
     # asynchronous rollouts: how many steps sampling may be ahead of training; 0: synchronous
     max_staleness: NonNegativeInt = 0
     partial: bool = True  # asynchronous rollouts: continue responses under new weights; false: finish them first
-    probe: ProbeConfig = ProbeConfig()
+    probe: bool = True  # compare the log-probs of engine and trainer after each weight update: docs/vllm.md
     correction: CorrectionConfig = CorrectionConfig()
-    max_mismatch_kl: PositiveFloat | None = None  # limit of train/rollout_k3, KL(engine‖trainer) of a step; null: none
-    on_mismatch: Literal["warn", "error"] = "warn"  # above the limit: print a warning, or save the step and stop
+    max_mismatch_kl: PositiveFloat | None = None  # warn if train/rollout_k3 of a step, KL(engine‖trainer), exceeds it
     group_size: PositiveInt = 16  # responses per prompt; 1 is allowed if no setting compares responses
     temperature: PositiveFloat = 1.0
     # with top_p, top_k, min_p: compute the learner's log-probs over the kept tokens; otherwise the ratio is biased

@@ -13,10 +13,9 @@ from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelCo
 
 
 class EarlyStopConfig(Section):
-    """End a run by a metric of its evaluations, as logged in `metrics.jsonl`."""
+    """End a run by a metric of its evaluations, as logged in `metrics.jsonl`. Larger values are better."""
 
     metric: str | None = None  # its name in metrics.jsonl without eval/; null: avg@k
-    mode: Literal["max", "min"] = "max"  # whether larger or smaller is better
     patience: PositiveInt | None = 5  # stop after this many evaluations without a new best; null: never
     target: float | None = None  # stop once the metric reaches this value
 

@@ -77,9 +77,7 @@ class Config(TrainingConfig):
     @property
     def trained_per_step(self) -> int:
         """Responses of a full step that train."""
-        if self.preference is None:
-            return self.responses_per_step
-        return 2 * self.preference.pairs_per_group * self.sampler.prompts_per_step
+        return self.responses_per_step if self.preference is None else 2 * self.sampler.prompts_per_step
 
     @property
     def mini_batch_size(self) -> int:
@@ -127,7 +125,7 @@ class Config(TrainingConfig):
         segments = self.advantage.segments
         if segments is None or segments.kind != "tree":
             return None
-        branching = tuple(segments.branching or factors(self.rollout.group_size))
+        branching = factors(self.rollout.group_size)
         tokens = segments.tokens or self.rollout.max_response_tokens // max(1, len(branching))
         return TreeShape(branching, tokens)
 
@@ -179,8 +177,6 @@ def _sizes(config: Config) -> Iterator[Check]:
     compares = (has_advantages and advantage.kind in COMPARING) or config.sampler.filter_groups
     fits = rollout.group_size > 1 or not compares
     yield key, fits, f"at least 2 with advantage.kind={advantage.kind} or sampler.filter_groups"
-    pairs = preference.pairs_per_group if preference else 0
-    yield key, rollout.group_size >= 2 * pairs, f"at least {2 * pairs} with preference.pairs_per_group={pairs}"
     staleness = rollout.max_staleness
     yield "sampler.max_age", config.max_age >= staleness, f"at least rollout.max_staleness={staleness}"
 
@@ -189,13 +185,10 @@ def _tree(config: Config) -> Iterator[Check]:
     tree, segments, limit = config.tree, config.advantage.segments, config.rollout.max_response_tokens
     if tree is None or segments is None:
         return
-    size, key = config.rollout.group_size, "rollout.group_size"
-    yield key, bool(tree.branching), "a product of two numbers (or advantage.segments.branching)"
-    if tree.branching:
-        shape = f"advantage.segments.branching={list(tree.branching)}"
-        yield key, size == tree.leaves, f"{tree.leaves}, the responses of {shape}"
-        fits = tree.tokens > 0 and tree.before_last < limit
-        yield "advantage.segments.tokens", fits, f"less than {limit} tokens (rollout) in all levels but the last"
+    size = config.rollout.group_size
+    yield "rollout.group_size", bool(tree.branching), "a product of two numbers"
+    fits = not tree.branching or 0 < tree.before_last < limit
+    yield "advantage.segments.tokens", fits, f"less than {limit} tokens (rollout) in all levels but the last"
     steps = math.ceil(size / (segments.per_step or size))
     yield "sampler.max_age", config.max_age >= steps - 1, f"at least {steps - 1}: a tree trains for {steps} steps"
 

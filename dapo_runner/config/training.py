@@ -12,7 +12,6 @@ from pydantic import Field
 from dapo_runner.config.section import (
     BelowOne,
     Check,
-    Int,
     NonNegativeFloat,
     NonNegativeInt,
     Plain,
@@ -79,17 +78,18 @@ class ModelConfig(Section):
 
 
 class SegmentsConfig(Section):
-    """Segment Policy Optimization (arXiv 2505.23564): advantages per segment of a response. docs/spo.md."""
+    """Segment Policy Optimization (arXiv 2505.23564): advantages per segment of a response. docs/spo.md.
 
-    requires = {"kind=chain": "interval samples", "kind=tree": "branching tokens per_step"}
+    A tree has three levels. Their branching is three similar factors of `rollout.group_size`, two if it has no three.
+    """
+
+    requires = {"kind=chain": "interval samples", "kind=tree": "tokens per_step"}
 
     kind: Literal["chain", "tree"]  # chain: values from continuations; tree: values from the responses below a node
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: tokens less likely than this are cut points
     mask: bool = True  # only cut points train
     interval: PositiveInt = 5  # chain: cut points in a segment
     samples: PositiveInt = 9  # chain: continuations per value; their mean reward is the value
-    # tree: children of a node, by level; null: three similar factors of rollout.group_size; two if it has no three
-    branching: Annotated[list[Annotated[Int, Field(ge=2)]], Field(min_length=2)] | None = None
     # tree: tokens of a segment; a segment of the last level ends the response. null: the same maximum on all levels
     tokens: PositiveInt | None = None
     per_step: PositiveInt | None = None  # tree: responses that one step trains on, the rest later; null: all at once
@@ -100,11 +100,6 @@ class TreeShape(NamedTuple):
 
     branching: tuple[int, ...]
     tokens: int
-
-    @property
-    def leaves(self) -> int:
-        """Number of responses of a complete tree."""
-        return math.prod(self.branching)
 
     @property
     def before_last(self) -> int:
@@ -182,14 +177,13 @@ class LossConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """Iterated DPO: train on pairs of responses with different rewards instead of advantages and objective."""
+    """Iterated DPO: train on the best and the worst response to a prompt instead of advantages and objective."""
 
     requires = {"loss_type=sigmoid": "label_smoothing", "!loss.reference !loss.reference_ema": "reference"}
 
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # formulas: docs/objectives.md
     beta: PositiveFloat = 0.1  # strength of the implicit KL penalty
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: assumed share of wrongly ordered pairs
-    pairs_per_group: PositiveInt = 1  # best against worst, second best against second worst, …
     reference: Literal["start", "step"] = "start"  # step: the policy before the step; start: as in loss.reference
 
 
@@ -212,7 +206,6 @@ class OptimizerConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at the end
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
-    eps: PositiveFloat = 1e-8  # ε of AdamW
     offload: bool = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
     grad_clip: PositiveFloat | None = 1.0  # maximum gradient norm; null: no clipping
     mini_batch_size: PositiveInt | None = 512  # responses per update; null: one update per rollout step

@@ -31,7 +31,7 @@ N_USUAL, MAX_TIMES, MIN_SHARE = 3, 10, 0.1
 
 
 class OutOfSyncError(RunError):
-    """The mismatch of trainer and rollout engine exceeds `rollout.probe.bound` or `rollout.max_mismatch_kl`."""
+    """The mismatch of trainer and rollout engine in a probe exceeds its bound."""
 
 
 class SyncProbe:
@@ -42,16 +42,14 @@ class SyncProbe:
         self.sampling = rollout.params(max_tokens=n_tokens, seed=config.run.seed, sampling_mask=rollout.sampling_mask)
         if not rollout.sampling_mask:  # the learner's log-probs are over the whole vocabulary
             self.sampling = replace(self.sampling, top_p=1.0, top_k=None, min_p=0.0)
-        self.prompts = list(prompts[:N_PROMPTS]) if rollout.probe.enabled else []
-        self.fixed_bound, self.highest = rollout.probe.bound, BOUNDS[config.model.dtype]
+        self.prompts = list(prompts[:N_PROMPTS]) if rollout.probe else []
+        self.highest = BOUNDS[config.model.dtype]
         self.first_gaps: list[float] = []  # of the first probes of the run
         self.token_budget = config.optimizer.token_budget
 
     @property
     def bound(self) -> float:
         """The largest accepted mean |Δ log-prob|."""
-        if self.fixed_bound is not None:
-            return self.fixed_bound
         if len(self.first_gaps) < N_USUAL:
             return self.highest
         return min(self.highest, max(MAX_TIMES * median(self.first_gaps), MIN_SHARE * self.highest))
@@ -68,7 +66,7 @@ class SyncProbe:
             gap = mismatch.metrics().get("rollout_gap", math.nan)  # NaN if the engine returned no log-probs
             if not gap <= self.bound:  # also true for NaN
                 raise OutOfSyncError(
-                    f"rollout.probe.bound: expected log-probs of trainer and rollout engine to differ by at most "
+                    f"rollout.probe: expected log-probs of trainer and rollout engine to differ by at most "
                     f"{self.bound:.3g}, got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold "
                     "the trainer's weights, or does not compute the same model."
                 )

@@ -55,19 +55,19 @@ class EarlyStop:
                 f"run.early_stop.metric: expected one of {known}, got {self.metric.removeprefix('eval/')}. "
                 "Choose a metric of the evaluations."
             )
-        value, sign = figures[self.metric], 1 if self.settings.mode == "max" else -1
+        value = figures[self.metric]
         if value is not None and not math.isfinite(value):
             value = None
-        if value is not None and (self._best is None or sign * value > sign * self._best[1]):
+        if value is not None and (self._best is None or value > self._best[1]):
             self._best, self._waited = (step, value), 0
         else:
             self._waited += 1
-        self._decided = self._decide(step, value, sign)
+        self._decided = self._decide(step, value)
 
-    def _decide(self, step: int, value: float | None, sign: int) -> str | None:
+    def _decide(self, step: int, value: float | None) -> str | None:
         assert self.settings is not None
         target, patience = self.settings.target, self.settings.patience
-        if value is not None and target is not None and sign * value >= sign * target:
+        if value is not None and target is not None and value >= target:
             return f"stopped early: {self.metric} is {value:.4g} after step {step} (run.early_stop.target={target:g})"
         if patience is not None and self._waited >= patience:
             best = "none" if self._best is None else f"{self._best[1]:.4g} after step {self._best[0]}"

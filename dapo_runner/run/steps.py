@@ -16,7 +16,7 @@ from dapo_runner.logging.metrics import METRICS_FILE, batch_metrics, prefixed, s
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import SampledStep
-from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
+from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.segments import value_chains
 from dapo_runner.rollout.worker import RolloutWorker, make_requests, rollout_sampling
@@ -156,10 +156,10 @@ class Run(TrainingRun):
 
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
         """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
-        preference, advantage = self.config.preference, self.config.advantage
+        advantage = self.config.advantage
         with self.timed("pack"):
-            if preference is not None:
-                return self.world.run_on_rank0(lambda: pair_sequences(groups, preference, step)) or []
+            if self.config.preference is not None:
+                return self.world.run_on_rank0(lambda: pair_sequences(groups, step)) or []
             return self.world.run_on_rank0(lambda: make_sequences(groups, advantage, step)) or []
 
     def end_training(self, trained: TrainedStep) -> None:
@@ -181,14 +181,13 @@ class Run(TrainingRun):
             return self.sync_probe(self.engine, self.learner)
 
     def check_mismatch(self, trained: TrainedStep) -> None:
-        """Warn or raise OutOfSyncError if the KL between engine and trainer exceeds `rollout.max_mismatch_kl`."""
+        """Warn if the KL between engine and trainer exceeds `rollout.max_mismatch_kl`."""
         limit, kl = self.config.rollout.max_mismatch_kl, trained.figures.get("rollout_k3", 0.0)
-        if limit is None or kl <= limit:
-            return
-        message = f"rollout.max_mismatch_kl: expected at most {limit:g}, got {kl:.3g} in step {trained.step}"
-        if self.config.rollout.on_mismatch == "error":
-            raise OutOfSyncError(f"{message}. See docs/mismatch.md.")
-        self.progress.note(message)
+        if limit is not None and kl > limit:
+            self.progress.note(
+                f"rollout.max_mismatch_kl: expected at most {limit:g}, got {kl:.3g} in step {trained.step}. "
+                "See docs/mismatch.md."
+            )
 
     # Logging and evaluation
 

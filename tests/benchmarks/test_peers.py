@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from benchmarks.peers import PEERS
 from benchmarks.problem import build
 from benchmarks.truth import find_truth
 
+ROOT = Path(__file__).parents[2]
 LOGITS = Config("logits", "float32", 32, 512, rounds=3, min_rounds=3)
 HIDDEN = replace(LOGITS, level="hidden", hidden=128)
 GPU_PEERS = [peer for peer in PEERS if peer.device == "cuda"]
@@ -30,11 +32,6 @@ GPU_PEERS = [peer for peer in PEERS if peer.device == "cuda"]
 
 def cross_entropy(x: Tensor, target: Tensor, reduction: str = "mean", inplace_backward: bool = False) -> Tensor:
     return F.cross_entropy(x.float(), target, reduction=reduction)
-
-
-def flash_cross_entropy(logits: Tensor, labels: Tensor, inplace_backward: bool = False) -> tuple[Tensor, Tensor]:
-    losses = cross_entropy(logits, labels, "none")
-    return losses, torch.zeros_like(losses)
 
 
 def linear_cross_entropy(
@@ -91,7 +88,6 @@ STAND_INS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "cut_cross_entropy": {"linear_cross_entropy": cut_cross_entropy},
     "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": verl_linear_cross_entropy},
-    "flash_attn.ops.triton.cross_entropy": {"cross_entropy_loss": flash_cross_entropy},
     "liger_kernel.transformers.grpo_loss": {"triton_grpo_loss": grpo_loss},
     "liger_kernel.ops.fused_linear_scaled_cross_entropy": {"LigerFusedLinearScaledCrossEntropyFunction": LigerScaled},
     "liger_kernel.transformers.functional": {"liger_fused_linear_cross_entropy": mean_cross_entropy},
@@ -124,6 +120,18 @@ def test_peers_do_the_same_work(stand_ins: None, contestant: Contestant) -> None
         assert "reason" not in row, (config.name, row)
         ran += 1
     assert ran
+
+
+def test_the_kernel_of_verl_is_imported_without_ray() -> None:
+    pytest.importorskip("verl")
+    program = """
+import sys
+sys.modules["ray"] = None  # as if it were not installed
+from benchmarks.peers import import_verl
+print(callable(import_verl().linear_cross_entropy), sys.modules.get("ray"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["True", "None"], done.stderr
 
 
 def test_the_variant_without_eviction_hints_has_none() -> None:

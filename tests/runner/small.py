@@ -16,7 +16,7 @@ from dapo_runner.logging.progress import Progress
 
 SEGMENTS = {
     "chain": ["advantage.segments={kind: chain, interval: 2, samples: 3}", "sampler.filter_groups=false"],
-    "tree": ["advantage.segments={kind: tree, branching: [2, 2], tokens: 3, per_step: 2}"],
+    "tree": ["advantage.segments={kind: tree, tokens: 3, per_step: 2}"],
 }
 
 

@@ -23,9 +23,7 @@ from dapo_runner.train import train
     [
         ([0.1, 0.2, 0.2, 0.1, 0.15], {"patience": 3}, 5),
         ([0.1, 0.2, 0.2, 0.1, 0.3, 0.3], {"patience": 3}, None),
-        ([3.0, 2.0, 2.5, 2.0], {"patience": 2, "mode": "min"}, 4),
         ([0.1, 0.9, 1.0], {"patience": None, "target": 0.9}, 2),
-        ([3.0, 1.0], {"patience": None, "target": 2, "mode": "min"}, 2),
         ([None, 0.1, math.nan, None], {"patience": 2}, 4),
     ],
 )

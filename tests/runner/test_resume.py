@@ -48,7 +48,7 @@ CASES: dict[str, list[str]] = {
     **{name: [*STEPS, *overrides] for name, overrides in CONFIGURATIONS.items()},
     "spo_tree": [*STEPS, *CONFIGURATIONS["spo_tree"], "sampler.prompts_per_step=2", "sampler.max_age=3"],
     "spo_chain": [*STEPS, *CONFIGURATIONS["spo_chain"], "sampler.prompts_per_step=2"],
-    "dpo": [*DPO, "preference.pairs_per_group=2", "optimizer.mini_batch_size=256", "sampler.filter_groups=false"],
+    "dpo": [*DPO, "optimizer.mini_batch_size=256", "sampler.filter_groups=false"],
     "lora_grpo": [*STEPS, "model.lora.rank=4", "loss.objective=grpo", "optimizer.mini_batch_size=16"],
     "moving_reference": [
         *STEPS,

@@ -9,7 +9,7 @@ import torch
 from builders import make_completion, make_group, make_prompt, paired, random_sequences
 from learners import learner_of
 
-from dapo_runner.algorithms.losses import make_pairs, order_by_pair, pair_metrics, pair_sequences
+from dapo_runner.algorithms.losses import make_pair, order_by_pair, pair_metrics, pair_sequences
 from dapo_runner.config import PreferenceConfig
 from dapo_runner.types import Group, Sample, Verdict
 
@@ -23,24 +23,22 @@ def graded(*rewards: float, dead: tuple[int, ...] = ()) -> Group:
 
 
 @pytest.mark.parametrize(
-    ("group", "most", "pairs", "ties"),
+    ("group", "pair", "is_tie"),
     [
-        (graded(0.1, 0.9, 0.5, 0.3), 1, [(1, 0)], 0),
-        (graded(0.1, 0.9, 0.5, 0.3), 2, [(1, 0), (2, 3)], 0),
-        (graded(0.1, 0.9, 0.5, 0.3), 9, [(1, 0), (2, 3)], 0),
-        (make_group("WRWW"), 2, [(1, 3)], 1),
-        (make_group("RRRR"), 1, [], 1),
-        (graded(0.9, 0.1, 0.5, dead=(0,)), 2, [(2, 1)], 0),
-        (graded(0.9, 0.1, dead=(0,)), 1, [], 0),
+        (graded(0.1, 0.9, 0.5, 0.3), (1, 0), False),
+        (make_group("WRWW"), (1, 3), False),
+        (make_group("RRRR"), None, True),
+        (graded(0.9, 0.1, 0.5, dead=(0,)), (2, 1), False),
+        (graded(0.9, 0.1, dead=(0,)), None, False),
     ],
 )
-def test_best_against_worst(group: Group, most: int, pairs: list[tuple[int, int]], ties: int) -> None:
-    assert make_pairs(group, most) == (pairs, ties)
+def test_best_against_worst(group: Group, pair: tuple[int, int] | None, is_tie: bool) -> None:
+    assert make_pair(group) == (pair, is_tie)
 
 
 def test_the_records_of_a_step() -> None:
     groups, config = [graded(0.0, 0.2, 1.0), make_group("WW"), graded(1.0, 0.0)], PreferenceConfig()
-    sequences = pair_sequences(groups, config, step=3)
+    sequences = pair_sequences(groups, step=3)
     assert [sequence.pair for sequence in sequences] == [0, -1, 0, -1, -1, 1, 1]
     assert [float(sequence.advantages[-1]) for sequence in sequences] == [-1, 0, 1, 0, 0, 1, -1]
     assert [bool(sequence.mask.any()) for sequence in sequences] == [x.pair >= 0 for x in sequences]

@@ -32,7 +32,7 @@ def leaf(reward: float, *path: tuple[int, int], trains: bool = True) -> Sample:
 
 
 def sequences_of(*samples: Sample, **config: Any) -> list[Sequence]:
-    segments = SegmentsConfig(**{"kind": "tree", "branching": [2, 2], "tokens": 3, "mask": False} | config)
+    segments = SegmentsConfig(**{"kind": "tree", "tokens": 3, "mask": False} | config)
     group = Group(make_prompt(n_tokens=2), samples)
     return make_sequences([group if samples[0].segments else tree_segments(group)], AdvantageConfig(segments=segments))
 
@@ -61,13 +61,13 @@ def test_a_segment_of_a_chain_earns_the_difference_of_the_values_at_its_ends() -
 def test_only_cut_points_train_and_count() -> None:
     sample = replace(make_sample(True), completion=response_of(0.95, 0.5, 0.89, 0.91, 0.1))
     sample = replace(sample, segments=chain_segments(sample, [0, 2], [0.0, 0.5]))
-    (sequence,) = sequences_of(sample, kind="chain", mask=True, branching=None, tokens=None)
+    (sequence,) = sequences_of(sample, kind="chain", mask=True, tokens=None)
     assert sequence.mask.tolist() == [False, False, False, True, True, False, True]
     assert sequence.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5, 0.5, 0.5]
     assert count_training_tokens([sequence]) == 3  # Z of the paper
-    (unmasked,) = sequences_of(sample, kind="chain", branching=None, tokens=None)
+    (unmasked,) = sequences_of(sample, kind="chain", tokens=None)
     assert unmasked.mask.tolist() == [False] * 2 + [True] * 5
-    (filtered,) = sequences_of(replace(sample, trains=False), kind="chain", branching=None, tokens=None)
+    (filtered,) = sequences_of(replace(sample, trains=False), kind="chain", tokens=None)
     assert not filtered.mask.any()
 
 
@@ -96,7 +96,7 @@ def test_segments_without_an_advantage_do_not_train() -> None:
     assert [sequence.mask[2:].tolist() for sequence in sequences_of(*halves)] == [[False] * 3 + [True] * 2] * 4
     for reward in (-1.0, 0.1, 0.7):  # the mean of three times 0.1 is not 0.1
         equal = [leaf(reward, (node, 3), (child, 2)) for node in range(2) for child in range(3)]
-        assert count_training_tokens(sequences_of(*equal, branching=[2, 3])) == 0
+        assert count_training_tokens(sequences_of(*equal)) == 0
 
 
 def test_figures_count_a_shared_segment_once() -> None:

@@ -13,12 +13,12 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3560,
-    "rollout": 3328,
+    "top": 3557,
+    "rollout": 3326,
     "training": 2272,
     "rewards": 1842,
-    "config": 1805,
-    "algorithms": 1882,
+    "config": 1780,
+    "algorithms": 1881,
     "tools": 1515,
     "logging": 1199,
     "preflight": 973,
@@ -26,7 +26,7 @@ LINES = {  # today's: lower a number when its room shrinks
     "environments": 368,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 277
+SETTINGS = 270
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
 TO_BE_SPLIT: set[str] = set()
 
