@@ -60,10 +60,6 @@ class Critic:
         assert isinstance(head, ValueHead)
         return head
 
-    def trains_alone(self, step: int) -> bool:
-        """Return whether only the critic trains: the step is in its warm-up. ``step`` counts from 0."""
-        return step - self.config.run.forked_at < self.settings.warmup_steps
-
     @torch.no_grad()
     def add_values(self, mini: MiniBatch) -> None:
         """Compute the values of the micro-batches, float32 [T]. Collective."""

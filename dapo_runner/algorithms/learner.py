@@ -158,10 +158,11 @@ class Learner:
             mini.on_policy = mini.index == 0 and not needed and not unknown
         if not unknown and (from_engine or mini.on_policy):
             return
+        routing = self.policy.routing
         with self.clock.phase("old_logprobs"):
             for index, batch in enumerate(mini.micro_batches):
                 old = self.logprobs(batch).to(batch.mask.device)
-                experts = None if from_engine else self.policy.chosen_experts()
+                experts = None if from_engine or routing is None else routing.chosen()
                 mini.set_old_logprobs(index, old, experts, correction, from_engine=from_engine)
 
     def _add_ref_logprobs(self, mini: MiniBatch) -> None:
@@ -208,7 +209,8 @@ class Learner:
             return self._update_policy(mini, step) | critic.metrics(mini) | self.estimates
         with self.clock.phase("critic"):
             metrics = critic.update(mini, step) | self.estimates
-        return metrics if critic.trains_alone(step) else self._update_policy(mini, step) | metrics
+        in_warmup = step - self.config.run.forked_at < critic.settings.warmup_steps  # the policy does not train
+        return metrics if in_warmup else self._update_policy(mini, step) | metrics
 
     def _update_policy(self, mini: MiniBatch, step: int) -> dict[str, float]:
         outs: list[Output] = []

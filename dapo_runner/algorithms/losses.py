@@ -219,12 +219,6 @@ def pair_sequences(groups: Sequence[Group], step: int = 0) -> list[TrainingSeque
     return sequences
 
 
-def order_by_pair(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """Return the sequences that have a pair, ordered: chosen and rejected of the first pair, of the second, …"""
-    paired = [sequence for sequence in sequences if sequence.pair >= 0]
-    return sorted(paired, key=lambda sequence: (sequence.pair, -float(sequence.advantages[-1])))
-
-
 def pair_metrics(groups: Sequence[Group], config: PreferenceConfig | None) -> dict[str, float]:
     """Return the number of ties, or nothing without preference training."""
     return {} if config is None else {"ties": sum(make_pair(group)[1] for group in groups)}
@@ -241,7 +235,9 @@ class PreferenceLoss:
     is_local: bool = False
 
     def arrange(self, sequences: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
-        return order_by_pair(sequences)
+        """Return the sequences that have a pair, ordered: chosen and rejected of the first pair, of the second, …"""
+        paired = [sequence for sequence in sequences if sequence.pair >= 0]
+        return sorted(paired, key=lambda sequence: (sequence.pair, -float(sequence.advantages[-1])))
 
     def denominator(self, sequences: Sequence[TrainingSequence]) -> int:
         return len(sequences) // 2

@@ -19,11 +19,6 @@ from dapo_runner.types import PackedBatch, Sequence, TruncatedSupport
 Unit = list[tuple[int, Sequence]]  # sequences that stay together, with their ids
 
 
-def pack(sequences: SequenceOf[Sequence], token_budget: int, multiple: int = 1) -> list[PackedBatch]:
-    """Return the micro-batches of a single rank. Arguments and errors are those of ``pack_shares``."""
-    return pack_shares(sequences, token_budget, multiple=multiple)[0]
-
-
 def pack_shares(
     sequences: SequenceOf[Sequence],
     token_budget: int,

@@ -187,7 +187,7 @@ def _tree(config: Config) -> Iterator[Check]:
         return
     size = config.rollout.group_size
     yield "rollout.group_size", bool(tree.branching), "a product of two numbers"
-    fits = not tree.branching or 0 < tree.before_last < limit
+    fits = not tree.branching or 0 < tree.tokens * (len(tree.branching) - 1) < limit
     yield "advantage.segments.tokens", fits, f"less than {limit} tokens (rollout) in all levels but the last"
     steps = math.ceil(size / (segments.per_step or size))
     yield "sampler.max_age", config.max_age >= steps - 1, f"at least {steps - 1}: a tree trains for {steps} steps"

@@ -101,11 +101,6 @@ class TreeShape(NamedTuple):
     branching: tuple[int, ...]
     tokens: int
 
-    @property
-    def before_last(self) -> int:
-        """Number of tokens of a response before the last level."""
-        return self.tokens * (len(self.branching) - 1)
-
 
 def factors(number: int) -> tuple[int, ...]:
     """Return three factors that differ least, largest first; else two; empty if ``number`` is a prime."""

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from dapo_runner.policy.model import Policy
+from dapo_runner.types import Sequence
+
 # Dense bfloat16 FLOPS from the vendors' data sheets, by a part of the device's name.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
 SHOWN = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
@@ -26,28 +29,22 @@ def training_flops(model: Any, lengths: Iterable[int]) -> float:
     return sum(6.0 * parameters * n + 6.0 * config.num_hidden_layers * width * n**2 for n in lengths)
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOPS of one device; None if ``PEAKS`` does not list it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+def speed_metrics(policy: Policy, sequences: Iterable[Sequence], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the speed of a step that took ``seconds`` by phase and trained on ``sequences``. Collective.
 
-
-def peak_memory(device: torch.device) -> float:
-    """Return the peak memory in GiB: allocated by torch on a GPU, resident in the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def speed_figures(
-    flops: float, positions: int, seconds: Mapping[str, float], ranks: int, peak: float | None
-) -> dict[str, float]:
-    """Return trained positions of all ranks per second of the step, and mfu, the share of the devices' peak FLOPS in
-    forward and backward passes. mfu is left out if the peak is unknown.
+    tokens_per_second: trained positions of all ranks. mfu: the share of the devices' peak FLOPS in forward and backward
+    passes, if the peak is known. memory_gib: the peak of a rank, allocated by torch on a GPU, resident on a CPU.
     """
-    figures = {"ranks": float(ranks), "tokens_per_second": positions / sum(seconds.values())}
-    busy = seconds.get("forward_backward", 0.0)
-    return figures if peak is None or not busy else {**figures, "mfu": flops / (busy * ranks * peak)}
+    lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
+    device, world, busy = policy.device, policy.world, seconds.get("forward_backward", 0.0)
+    figures = {"ranks": float(world.size), "tokens_per_second": sum(lengths) / sum(seconds.values())}
+    memory, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, ""
+    if device.type == "cuda":
+        memory, name = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.get_device_name(device)
+    peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    if peak is not None and busy:
+        figures["mfu"] = training_flops(policy.model, lengths) / (busy * world.size * peak)
+    return {**figures, "memory_gib": max(world.all_gather_object(memory))}
 
 
 def speed_line(figures: Mapping[str, float]) -> str:

@@ -90,14 +90,6 @@ class World:
         return self.rank // self.layout.sequence
 
     @property
-    def n_engines(self) -> int:
-        return self.size // self.layout.rollout_tensor
-
-    @property
-    def engine(self) -> int:
-        return self.rank // self.layout.rollout_tensor
-
-    @property
     def is_engine_leader(self) -> bool:
         """Whether this rank reports the responses of its engine."""
         return self.rank % self.layout.rollout_tensor == 0

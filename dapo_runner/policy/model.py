@@ -129,10 +129,6 @@ class Policy:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if distinct is None else hidden.index_select(0, distinct.inverse.to(self.device))
 
-    def chosen_experts(self) -> Tensor | None:
-        """Return the experts of the last pass, as in ``PackedBatch.experts``; None without routing replay."""
-        return None if self.routing is None else self.routing.chosen()
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the model, whole, with adapters merged in, without the value head. Collective."""
         return (pair for pair in merged_weights(self.model, self.compute) if not pair[0].startswith(VALUE_HEAD))

@@ -34,7 +34,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.algorithms.packing import count_group_tokens, pack
+from dapo_runner.algorithms.packing import count_group_tokens, pack_shares
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
@@ -175,7 +175,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     ones = torch.ones(budget + 1)
     sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
     objective = resolve_objective(config)
-    batches = pack([sequence], budget, world.layout.sequence)
+    (batches,) = pack_shares([sequence], budget, multiple=world.layout.sequence)
     denominator, group_tokens = PolicyLoss(objective).denominator([sequence]), count_group_tokens([sequence])
     mini = MiniBatch(batches, budget, denominator, group_tokens=group_tokens)
     if objective.needs_reference:

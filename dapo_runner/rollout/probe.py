@@ -14,7 +14,7 @@ from statistics import median
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.packing import pack, padding_batch
+from dapo_runner.algorithms.packing import pack_shares, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.errors import RunError
 from dapo_runner.rollout.engine import Groups, RolloutEngine
@@ -86,7 +86,7 @@ class SyncProbe:
         ]
         mismatch, multiple = Mismatch(), learner.world.layout.sequence
         sequences = make_sequences(groups, AdvantageConfig(kind="group_mean"))
-        batches = pack(sequences, self.token_budget, multiple)
+        (batches,) = pack_shares(sequences, self.token_budget, multiple=multiple)
         most = max(learner.world.all_gather_object(len(batches)))
         for batch in batches + [padding_batch(multiple)] * (most - len(batches)):
             logprobs = learner.logprobs(batch).to(batch.mask.device)

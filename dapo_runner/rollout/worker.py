@@ -78,8 +78,10 @@ class RolloutWorker:
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]
-            shares = [[requests[index] for index in indices] for indices in spread(costs, self.world.n_engines)]
             per_engine = self.world.layout.rollout_tensor
+            shares = [
+                [requests[index] for index in indices] for indices in spread(costs, self.world.size // per_engine)
+            ]
             self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
             return self._answer(_Share(shares[0], options))
 

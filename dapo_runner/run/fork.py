@@ -7,7 +7,7 @@ may change. The checkpoint is copied, so the fork does not depend on the other r
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
+from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 
 # The checkpoint's weights, optimizer state and order of prompts depend on these.
@@ -92,6 +93,7 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
     return copy_checkpoint(origin, folder / CHECKPOINTS)
 
 
-def changes_of_groups(folder: Path) -> list[str]:
-    """Return the settings changed by a fork that would have changed the groups left over in the checkpoint."""
-    return [change["key"] for change in _changes(folder) if is_among(change["key"], OF_GROUPS)]
+def drop_incompatible_groups(sampler: DynamicSampler, folder: Path, note: Callable[[str], None]) -> None:
+    """Drop the groups that the source of a fork left over, if they were sampled or rewarded with other settings."""
+    if changed := [change["key"] for change in _changes(folder) if is_among(change["key"], OF_GROUPS)]:
+        note(f"{sampler.drop_groups()} groups left over are dropped because of {', '.join(changed)}")

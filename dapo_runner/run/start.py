@@ -29,7 +29,7 @@ from dapo_runner.run.builders import build_dataset, build_learner, build_sampler
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_config
-from dapo_runner.run.fork import changes_of_groups, start_fork
+from dapo_runner.run.fork import drop_incompatible_groups, start_fork
 from dapo_runner.run.steps import Run
 from dapo_runner.run.training import is_due
 
@@ -80,7 +80,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     if engine.takes_adapters(config):
         engine.sync(learner.policy)
     if start.is_new and start.checkpoint:
-        _drop_incompatible_groups(sampler, config.run_dir, context.progress)
+        drop_incompatible_groups(sampler, config.run_dir, note)
     score = _build_scorer(config, context)
     stop = StopRequest(note, config.run.grace)
     tokenizer = learner.policy.tokenizer
@@ -196,12 +196,6 @@ def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[
         if "sync/gap" in event:
             probe.remember(event["sync/gap"])
     return early_stop, probe
-
-
-def _drop_incompatible_groups(sampler: DynamicSampler, folder: Path, progress: Progress) -> None:
-    """Drop the groups that the source of a fork left over, if they were sampled or rewarded with other settings."""
-    if changed := changes_of_groups(folder):
-        progress.note(f"{sampler.drop_groups()} groups left over are dropped because of {', '.join(changed)}")
 
 
 def _missed_evaluation(config: Config, step: int, early_stop: EarlyStop) -> bool:

@@ -13,6 +13,7 @@ from dapo_runner.data.dataset import Dataset
 from dapo_runner.evaluate import Evaluation, evaluate
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
+from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import SampledStep
@@ -21,7 +22,7 @@ from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.segments import value_chains
 from dapo_runner.rollout.worker import RolloutWorker, make_requests, rollout_sampling
 from dapo_runner.run.early_stop import EarlyStop
-from dapo_runner.run.training import TrainingRun, speed_of
+from dapo_runner.run.training import TrainingRun
 from dapo_runner.timing import StepClock
 from dapo_runner.types import CallOptions, Group, Prompt, Sequence
 
@@ -106,7 +107,7 @@ class Run(TrainingRun):
         if advantage.segments is None:
             return sampled
         if advantage.segments.kind == "chain":
-            with self.timed("segments"):
+            with self.clock.phase("segments"):
                 worker = replace(self.worker, phases=("segments", "segments"))
                 sampling = rollout_sampling(self.config, f"segments:{step}")
                 groups, counts = value_chains(sampled.groups, advantage.segments, sampling, worker.generate)
@@ -127,7 +128,7 @@ class Run(TrainingRun):
             with self.stop.giving_up():
                 self.untrained = sampler.next(self.generate_round)
 
-        with self.timed("wait"):
+        with self.clock.phase("wait"):
             self.waiting_world.broadcast_from_rank0(take)
         return self.untrained or SampledStep()
 
@@ -147,7 +148,7 @@ class Run(TrainingRun):
 
     def release_engine(self) -> None:
         """Release the engine's GPU memory before the policy trains."""
-        with self.timed("sync"):
+        with self.clock.phase("sync"):
             self.engine.release()
             if isinstance(self.sampler, DynamicSampler):
                 self.score.release()
@@ -157,27 +158,27 @@ class Run(TrainingRun):
     def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
         """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
         advantage = self.config.advantage
-        with self.timed("pack"):
+        with self.clock.phase("pack"):
             if self.config.preference is not None:
                 return self.world.run_on_rank0(lambda: pair_sequences(groups, step)) or []
             return self.world.run_on_rank0(lambda: make_sequences(groups, advantage, step)) or []
 
     def end_training(self, trained: TrainedStep) -> None:
         """Complete a step. From here on it can be saved, even if something after it fails."""
-        with self.timed("sync"):
+        with self.clock.phase("sync"):
             self.learner.move_reference()
         self.unlogged, self.untrained = trained, None
         self.complete_step(trained.step)
 
     def sync(self) -> dict[str, float]:
         """Send the policy's weights to the engine and probe whether it has them. Raises OutOfSyncError."""
-        with self.timed("sync"):
+        with self.clock.phase("sync"):
             self.engine.sync(self.learner.policy)
         return self.probe()
 
     def probe(self) -> dict[str, float]:
         """Measure the difference between the log-probs of engine and trainer. Raises OutOfSyncError."""
-        with self.timed("probe"):
+        with self.clock.phase("probe"):
             return self.sync_probe(self.engine, self.learner)
 
     def check_mismatch(self, trained: TrainedStep) -> None:
@@ -196,8 +197,8 @@ class Run(TrainingRun):
         assert self.unlogged is not None
         trained, self.unlogged = self.unlogged, None
         try:
-            with self.timed("log"):
-                self.speed = speed_of(self, trained.sequences)
+            with self.clock.phase("log"):
+                self.speed = speed_metrics(self.learner.policy, trained.sequences, self.clock.so_far())
                 n_tokens = self.world.broadcast_from_rank0(lambda: self._log_step(trained, in_sync))
         except BaseException:
             self.progress.note(f"step {trained.step}: its line in {METRICS_FILE} may be missing")
@@ -227,7 +228,7 @@ class Run(TrainingRun):
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
-        with self.timed("evaluate"):
+        with self.clock.phase("evaluate"):
             score, episodes = self.score.unshaped(), self.worker.episodes and self.worker.episodes.uncounted()
             worker = replace(
                 self.worker, score=score, tree=None, episodes=episodes, clock=StepClock(), stop=StopRequest()

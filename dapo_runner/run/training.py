@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -15,9 +14,7 @@ from dapo_runner.checkpoint import BackgroundSaves, Resumable, save_checkpoint, 
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
-from dapo_runner.logging.speed import peak_flops, peak_memory, speed_figures, training_flops
 from dapo_runner.run.context import RunContext
-from dapo_runner.types import Sequence
 
 NONFINITE = "nonfinite"
 
@@ -80,9 +77,6 @@ class TrainingRun:
     def is_last(self, step: int) -> bool:
         return step == self.config.run.steps
 
-    def timed(self, phase: str) -> AbstractContextManager[None]:
-        return self.clock.phase(phase)
-
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Make one update. If its loss or gradient is not finite, save its batch and raise NonFiniteUpdateError."""
         try:
@@ -129,7 +123,7 @@ class TrainingRun:
 
     def save(self, step: int, snapshot: dict[str, Any] | None = None) -> None:
         """Save a checkpoint. With run.async_save it is written in the background, unless it is the last one."""
-        with self.timed("save"):
+        with self.clock.phase("save"):
             folder, keep = self.folder / CHECKPOINTS, self.config.run.keep
             snapshot = snapshot or take_snapshot(self.sampler)
             if self.background_saves is None:
@@ -176,15 +170,6 @@ class TrainingRun:
     def prepare_snapshot(self) -> dict[str, Any] | None:
         """Return the sampler's snapshot to save with the last completed step."""
         return self.snapshot
-
-
-def speed_of(run: TrainingRun, sequences: list[Sequence]) -> dict[str, float]:
-    """Return the speed metrics of the step that trained on ``sequences``. Collective."""
-    policy = run.learner.policy
-    lengths = [sequence.length - 1 for sequence in sequences if sequence.mask[1:].any()]  # the rest is not packed
-    flops, peak = training_flops(policy.model, lengths), peak_flops(policy.device)
-    memory = max(run.world.all_gather_object(peak_memory(policy.device)))
-    return speed_figures(flops, sum(lengths), run.clock.so_far(), run.world.size, peak) | {"memory_gib": memory}
 
 
 def is_due(every: int, step: int) -> bool:

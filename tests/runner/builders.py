@@ -17,7 +17,7 @@ import torch
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import Output
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack
+from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack_shares
 from dapo_runner.config import Config, TinyModelConfig, parse_config
 from dapo_runner.types import Completion, Group, PackedBatch, Prompt, Sample, Sequence, TruncatedSupport, Verdict
 
@@ -203,6 +203,12 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def pack(sequences: list[Sequence], token_budget: int, multiple: int = 1) -> list[PackedBatch]:
+    """The micro-batches of a single rank."""
+    (batches,) = pack_shares(sequences, token_budget, multiple=multiple)
+    return batches
 
 
 def pack_mini_batch(learner: Learner, sequences: list[Sequence], budget: int) -> MiniBatch:

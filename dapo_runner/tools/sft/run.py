@@ -14,12 +14,13 @@ from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import prefixed
 from dapo_runner.logging.progress import Progress, make_progress
+from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.run.builders import build_learner
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.start import find_start, load_start, open_log, open_trackers_on_rank0, seed_generators
-from dapo_runner.run.training import TrainingRun, speed_of
+from dapo_runner.run.training import TrainingRun
 from dapo_runner.tools.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, Sequence
 
@@ -66,14 +67,14 @@ class SftRun(TrainingRun):
         self.complete_step(step)
         shown = prefixed("train", {name: figures[name] for name in FIGURES if name in figures})
         self._log(step, "step", shown)
-        self.speed = speed_of(self, sequences)
+        self.speed = speed_metrics(self.learner.policy, sequences, self.clock.so_far())
         self.progress.step(step, shown | {"loss": figures["loss"]}, self.clock.so_far(), self.speed)
 
     def evaluate(self, step: int) -> None:
         """Log the mean cross-entropy of the held-out completions, in nats per token."""
         if not self.examples.heldout:
             return
-        with self.timed("evaluate"):
+        with self.clock.phase("evaluate"):
             sequences = self._sequences(self.examples.heldout)
             batches = self.learner.pack(sequences)[self.world.data_rank]
             local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)

@@ -10,14 +10,13 @@ from typing import Any
 import longhand
 import pytest
 import torch
-from builders import make_sequence
+from builders import make_sequence, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import learner_of, update
 
 from dapo_runner.algorithms.correction import Mismatch, correct, measure
 from dapo_runner.algorithms.learner import Learner, step_metrics
-from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import CorrectionConfig
 from dapo_runner.types import Sequence
 

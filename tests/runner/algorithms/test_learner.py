@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config, random_sequences, save_model
+from builders import make_config, pack, random_sequences, save_model
 from learners import CPU, changed, learner_of, update, weights_of
 from refusals import refused
 
 from dapo_runner.algorithms.learner import Learner, mean_of
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
-from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.weights import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import ModelConfig, TinyModelConfig
 from dapo_runner.parallel.world import SINGLE_PROCESS

@@ -9,7 +9,7 @@ import torch
 from builders import make_completion, make_group, make_prompt, paired, random_sequences
 from learners import learner_of
 
-from dapo_runner.algorithms.losses import make_pair, order_by_pair, pair_metrics, pair_sequences
+from dapo_runner.algorithms.losses import PreferenceLoss, make_pair, pair_metrics, pair_sequences
 from dapo_runner.config import PreferenceConfig
 from dapo_runner.types import Group, Sample, Verdict
 
@@ -43,7 +43,7 @@ def test_the_records_of_a_step() -> None:
     assert [float(sequence.advantages[-1]) for sequence in sequences] == [-1, 0, 1, 0, 0, 1, -1]
     assert [bool(sequence.mask.any()) for sequence in sequences] == [x.pair >= 0 for x in sequences]
     assert [(sequence.group_id, sequence.age) for sequence in sequences[2:6]] == [(0, 2), (1, 3), (1, 3), (2, 2)]
-    assert [sequences.index(sequence) for sequence in order_by_pair(sequences)] == [2, 0, 5, 6]
+    assert [sequences.index(sequence) for sequence in PreferenceLoss(config).arrange(sequences)] == [2, 0, 5, 6]
     assert pair_metrics(groups, config) == {"ties": 1}
     assert pair_metrics(groups, None) == {}
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config, random_sequences
+from builders import make_config, pack, random_sequences
 from learners import CPU, assert_same_gradients, learner_of, update
 from torch import Tensor
 
 from dapo_kernels import policy_loss
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.algorithms.packing import pack
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_policy

@@ -7,10 +7,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import make_group, make_prompt, make_sample
+from builders import make_group, make_prompt, make_sample, make_sequence
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +19,7 @@ import dapo_runner
 from dapo_kernels import metrics as loss_metrics
 from dapo_runner.config import TinyModelConfig
 from dapo_runner.errors import ConfigError
+from dapo_runner.logging import speed
 from dapo_runner.logging.curves import collect, time_events
 from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, title_and_unit
 from dapo_runner.logging.metrics import (
@@ -32,7 +34,7 @@ from dapo_runner.logging.metrics import (
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.reflection import count_reflections, reflection_metrics
 from dapo_runner.logging.report import REPORT_FILE, draw, write_report
-from dapo_runner.logging.speed import peak_flops, speed_figures, speed_line, training_flops
+from dapo_runner.logging.speed import training_flops
 from dapo_runner.rollout.group_buffer import SamplingStats
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group
@@ -130,13 +132,21 @@ def test_the_flops_of_a_step_are_those_of_its_products() -> None:
     assert training_flops(model, [128, 128]) == 2 * training_flops(model, [128])
 
 
-def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes() -> None:
-    seconds = {"rollout": 6.0, "forward_backward": 4.0}
-    figures = speed_figures(flops=8e15, positions=1000, seconds=seconds, ranks=2, peak=2e15)
-    assert figures == {"ranks": 2.0, "tokens_per_second": 100.0, "mfu": 0.5}
-    assert speed_line({}) == ""
-    assert "mfu" not in speed_figures(8e15, 1000, seconds, 2, peak=None)
-    assert peak_flops(torch.device("cpu")) is None
+def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose peak is known. The tokens of a sequence that does not train do not count."""
+    monkeypatch.setattr(speed, "training_flops", lambda model, lengths: 2e12 * sum(lengths))
+    world = SimpleNamespace(size=2, all_gather_object=lambda item: [item, 5.0 + item])
+    policy, seconds = (
+        SimpleNamespace(device=torch.device("cpu"), world=world, model=None),
+        {"rollout": 6.0, "forward_backward": 4.0},
+    )
+    idle = replace(make_sequence(3, 2), mask=torch.zeros(5, dtype=torch.bool))
+    figures = speed.speed_metrics(policy, [make_sequence(1, 1000), idle], seconds)
+    assert figures.pop("memory_gib") > 5
+    assert figures == {"ranks": 2.0, "tokens_per_second": 100.0}
+    monkeypatch.setitem(speed.PEAKS, "", 5e14)
+    assert speed.speed_metrics(policy, [make_sequence(1, 1000), idle], seconds)["mfu"] == 0.5
+    assert speed.speed_line({}) == ""
 
 
 # The glossary. Every test that trains checks what it logs (`_only_documented_metrics` in conftest.py).

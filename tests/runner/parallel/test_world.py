@@ -109,7 +109,7 @@ def test_layouts() -> None:
     assert make_layout(config(replicate=2, sequence=2), 8, 4) == Layout(8, shard=4, sequence=2)
     assert make_layout(config(gpus=8, replicate=2, rollout_tensor=4), 8, 4).rollout_tensor == 4
     world = World(rank=5, layout=Layout(8, shard=4, sequence=2, rollout_tensor=4))
-    assert (world.layout.replicate, world.data_size, world.data_rank, world.n_engines, world.engine) == (2, 4, 2, 2, 1)
+    assert (world.layout.replicate, world.data_size, world.data_rank) == (2, 4, 2)
     assert (world.is_engine_leader, World(rank=4, layout=world.layout).is_engine_leader) == (False, True)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders import make_config, make_prompt, random_sequences
+from builders import make_config, make_prompt, pack, random_sequences
 from learners import CPU, config_of
 from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.packing import pack
 from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, take_snapshot
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor

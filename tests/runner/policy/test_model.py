@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_sequence, random_sequences, save_model
+from builders import make_sequence, pack, random_sequences, save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import CPU, assert_same_gradients, learner_of, update
@@ -33,7 +33,6 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import LoraConfig, ModelConfig
 from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
 from dapo_runner.policy.model import Policy, load_policy, resolve_device

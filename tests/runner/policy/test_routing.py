@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import random_sequences, save_model
+from builders import pack, random_sequences, save_model
 from experts import small_experts
 from learners import CPU, config_of, learner_of, open_learner, update
 from refusals import refused
@@ -19,7 +19,6 @@ from torch.nn.functional import linear, log_softmax
 
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.learner import Learner, step_metrics
-from dapo_runner.algorithms.packing import pack
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.routing import Routing
