@@ -110,11 +110,9 @@ class Evaluation:
 def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config) -> Evaluation:
     """Sample every prompt k times with the evaluation settings. ``generate`` scores by correctness.
 
-    The seed is the same in every evaluation. Problems with a failed episode are left out. Raises ValueError without
-    prompts, and EvaluationError if every problem has a failed episode.
+    The seed is the same in every evaluation. Problems with a failed episode are left out. Raises EvaluationError if
+    every problem has one.
     """
-    if not prompts:
-        raise ValueError("evaluation: expected at least one held-out problem, got none (data.eval_size, data.eval)")
     settings = config.evaluation
     sampling = settings.params(
         n=settings.k,
@@ -141,8 +139,6 @@ def _mean(values: Iterable[float]) -> float:
 
 def pass_estimate(n: int, correct: int, j: int) -> float:
     """Return the unbiased estimate of pass@j from ``n`` samples of which ``correct`` are correct."""
-    if not 1 <= j <= n:
-        raise ValueError(f"pass@{j}: expected between 1 and the {n} samples drawn")
     return 1.0 - comb(n - correct, j) / comb(n, j)
 
 

@@ -29,7 +29,7 @@ from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_to
 from dapo_runner.algorithms.weights import MasterWeights, MovingReference, TrainedModel, learning_rate
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.policy.lora import adapters_off, has_adapters
+from dapo_runner.policy.lora import adapters_off
 from dapo_runner.policy.model import Policy
 from dapo_runner.timing import StepClock
 from dapo_runner.types import PackedBatch
@@ -56,8 +56,6 @@ class Learner:
         """Make a policy with adapters its own reference, with the adapters switched off. If policy and critic share a
         trunk, ``critic_model`` is the policy. Raises ConfigError.
         """
-        if uses_reference(config) and reference is None and not has_adapters(policy.model):
-            raise ValueError("Learner: a KL penalty or preference loss requires a reference, got none")
         key = "loss.reference" if config.distillation is None else "distillation.teacher"
         for name, other in ((key, reference), ("critic.path", critic_model)):
             if other not in (None, policy) and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():

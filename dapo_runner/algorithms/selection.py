@@ -40,9 +40,6 @@ def select_tokens(
     Args:
         generator: random numbers for clip_cov, on the same device.
         on_policy: all ratios are 1, except in stale micro-batches.
-
-    Raises:
-        ValueError: the objective does not select tokens.
     """
     device = scored[0].logprobs.device
     ids = [one.batch.sequence_ids.repeat_interleave(one.batch.cu_seqlens.diff().long()) for one in scored]
@@ -58,11 +55,10 @@ def select_tokens(
         chosen = select.top_entropy(gather([one.entropy for one in scored]), mask, objective.top_entropy)
     elif objective.kl_cov is not None:
         chosen = select.kl_cov(logprobs, advantages, mask, objective.kl_cov)
-    elif objective.clip_cov is not None:
+    else:
+        assert objective.clip_cov is not None
         hits = gather([ratio_and_clip(objective, one, on_policy=on_policy)[1] for one in scored])
         chosen = select.clip_cov(logprobs, advantages, mask, hits, objective.clip_cov, generator)
-    else:
-        raise ValueError("select_tokens: expected an objective with top_entropy, clip_cov or kl_cov")
     in_packing_order = torch.empty_like(chosen)
     in_packing_order[order] = chosen
     return list(in_packing_order.split([one.batch.n_positions for one in scored]))

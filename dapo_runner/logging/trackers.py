@@ -42,7 +42,6 @@ class Trackers:
 
         Raises ConfigError if one cannot start, for example without a login. A resumed run continues without it.
         """
-        check_trackers(config.logging)
         self.note, self.path, self.failures = note, folder / STATE_FILE, Counter[str]()
         self.state: dict[str, Any] = json.loads(self.path.read_text()) if self.path.is_file() else {}
         self.trackers: dict[str, Any] = {}

@@ -79,9 +79,7 @@ class RolloutWorker:
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]
             per_engine = self.world.layout.rollout_tensor
-            shares = [
-                [requests[index] for index in indices] for indices in spread(costs, self.world.size // per_engine)
-            ]
+            shares = [[requests[index] for index in part] for part in spread(costs, self.world.size // per_engine)]
             self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
             return self._answer(_Share(shares[0], options))
 

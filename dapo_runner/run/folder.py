@@ -95,11 +95,8 @@ def _owner(file: TextIOWrapper) -> str:
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """Write the configuration atomically: a kill leaves the old file or the new one. Raises ConfigError."""
-    try:
-        atomic_write(folder / CONFIG_FILE, dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
+    """Write the configuration atomically: a kill leaves the old file or the new one."""
+    atomic_write(folder / CONFIG_FILE, dump_config(config))
 
 
 class Change(NamedTuple):

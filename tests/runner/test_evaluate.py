@@ -120,8 +120,6 @@ def test_pass_estimate_is_the_mean_over_all_subsets(n: int, data: st.DataObject)
     correct, j = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     subsets = list(combinations([True] * correct + [False] * (n - correct), j))
     assert pass_estimate(n, correct, j) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    with pytest.raises(ValueError, match=f"pass@{n + 1}"):
-        pass_estimate(n, correct, n + 1)
 
 
 def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
@@ -144,8 +142,6 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     assert {key: result.metrics[key] for key in expected} == pytest.approx(expected)
     with pytest.raises(EvaluationError):
         evaluate(lambda requests: [group_of("a")], [make_prompt()], config)
-    with pytest.raises(ValueError, match=r"data\.eval_size"):
-        evaluate(generate, [], config)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +40,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     A journal saves each result; the same call resumes from it. Raises ConfigError, and HTTPError if the model does not
     reply.
     """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("convert-answers: requires math-verify. pip install 'dapo-kernels[math]'")
+    open_rule("math", WORKERS, DEADLINE)  # refuses a missing package before the first request
     if out.suffix != ".jsonl":
         raise ConfigError(f"OUT: expected a .jsonl file, got {out}")
     rows = read_problems(source, config.format, columns=config.columns, subset=config.subset, split=config.split)

@@ -61,12 +61,6 @@ def test_clip_cov_leaves_alone_what_the_clip_has_stopped() -> None:
     assert not found & {1, 2, 6}
 
 
-def test_an_objective_without_a_selection_is_refused() -> None:
-    scored = [scores_of(batch) for batch in pack(random_sequences(2), 64)]
-    with pytest.raises(ValueError, match="top_entropy"):
-        select_tokens(resolve_objective(make_config()), scored, torch.Generator())
-
-
 @pytest.mark.parametrize("name", SELECTING)
 def test_the_gradient_is_that_of_one_call_over_everything(model_folder: Path, name: str) -> None:
     """The loss of `dapo_kernels`, left to select by itself."""

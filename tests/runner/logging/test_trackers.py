@@ -23,7 +23,7 @@ from small import Dapo, write_recipe
 from dapo_runner.config import Config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.rollout_log import ROLLOUTS, read_step, saved_steps
-from dapo_runner.logging.trackers import Trackers
+from dapo_runner.logging.trackers import Trackers, check_trackers
 from docs.glossary import is_documented
 
 
@@ -39,7 +39,7 @@ def open_one(name: str, folder: Path, first: int = 1, is_resumed: bool = False) 
 def test_a_missing_package_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with refused("logging.trackers", parts=[f"[{name}]"]):
-        open_one(name, tmp_path)
+        check_trackers(config_with(name).logging)
     dapo.refuses("logging.trackers", "train", write_recipe(tmp_path), f"logging.trackers=[{name}]", "--dry-run")
 
 
