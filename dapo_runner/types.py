@@ -276,14 +276,6 @@ class Group:
         return min(stretch.version for sample in self.samples for stretch in sample.completion.versions)
 
     @property
-    def all_correct(self) -> bool:
-        return self.n_correct == len(self.samples)
-
-    @property
-    def all_incorrect(self) -> bool:
-        return self.n_correct == 0
-
-    @property
     def has_mixed_correctness(self) -> bool:
         """0 < number correct < G: the constraint of Eq. 11 of the DAPO paper."""
         return 0 < self.n_correct < len(self.samples)

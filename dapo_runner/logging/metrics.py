@@ -76,18 +76,19 @@ def sampling_metrics(
         filter_on: "reward" adds the shares of groups with varying and with equal rewards.
         oversampled: Add the number of prompts that were dropped.
     """
-    values = {name: getattr(stats, name) for name in ("rounds", "groups", "carried_in", "carried_out", "too_old")}
+    counted = ("rounds", "groups", "carried_in", "carried_out", "too_old")
+    values: dict[str, float] = {name: stats[name] for name in counted}
     if oversampled:
-        values["dropped"] = stats.submitted - stats.groups
-    if stats.groups:
+        values["dropped"] = stats["submitted"] - stats["groups"]
+    if stats["groups"]:
         by_reward = ("varying_reward_only", "varying_reward") if filter_on == "reward" else ()
         for name in ("all_correct", "all_incorrect", "mixed", *by_reward):
-            values[name] = getattr(stats, name) / stats.groups
+            values[name] = stats[name] / stats["groups"]
         if by_reward:
             values["equal_reward"] = 1 - values["varying_reward"]
-        totals = {"accuracy": stats.correct, "reward": stats.reward, "length": stats.tokens}
-        for name, total in (totals | {"truncated": stats.truncated}).items():
-            values[name] = total / stats.samples
+        totals = {"accuracy": "correct", "reward": "reward", "length": "tokens", "truncated": "truncated"}
+        for name, total in totals.items():
+            values[name] = stats[total] / stats["samples"]
     return prefixed("sampling", values)
 
 

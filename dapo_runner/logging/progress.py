@@ -40,8 +40,8 @@ class Progress:
 
     def round(self, at_hand: int, stats: SamplingStats) -> None:
         """Show the number of accepted groups after a generation round."""
-        if stats.rounds > 1:
-            self.bar.update(self.task, doing=f"sampling, round {stats.rounds}: {at_hand} groups accepted")
+        if stats["rounds"] > 1:
+            self.bar.update(self.task, doing=f"sampling, round {stats['rounds']}: {at_hand} groups accepted")
 
     def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
         self.bar.update(self.task, completed=step)

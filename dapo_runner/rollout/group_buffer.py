@@ -8,6 +8,7 @@ the quick ones first would favour short responses. Groups that are left over sta
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -45,42 +46,30 @@ class SamplingExhaustedError(RunError):
     """A step was not full after its last round, and `sampler.on_exhausted` is `error`."""
 
 
-@dataclass(slots=True)
-class SamplingStats:
-    """Counts of all that one step generated, accepted or not: of groups, and from ``samples`` on of samples."""
+SamplingStats = Counter[str]
+"""Counts of all that one step generated, accepted or not; 0 for a name that is not there.
 
-    rounds: int = 0
-    submitted: int = 0  # number of prompts
-    groups: int = 0
-    all_correct: int = 0
-    all_incorrect: int = 0
-    mixed: int = 0
-    varying_reward: int = 0
-    varying_reward_only: int = 0  # of these, with all samples correct or all incorrect
-    carried_in: int = 0  # groups left over from earlier steps
-    carried_out: int = 0
-    too_old: int = 0  # groups dropped because they exceed `max_age`
-    samples: int = 0
-    correct: int = 0
-    truncated: int = 0
-    tokens: int = 0
-    generated: int = 0  # tokens; shared prefixes of a tree count once
-    reward: float = 0.0  # sum over samples
+rounds, submitted: rounds and their prompts. carried_in, carried_out: groups left over from earlier steps, and for later
+ones. too_old: groups dropped because they exceed `max_age`. The rest are sums of ``counts_of`` over groups.
+"""
 
-    def count(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self.groups += 1
-            self.all_correct += group.all_correct
-            self.all_incorrect += group.all_incorrect
-            self.mixed += group.has_mixed_correctness
-            self.varying_reward += group.has_varying_reward
-            self.varying_reward_only += group.has_varying_reward and not group.has_mixed_correctness
-            self.samples += len(group.samples)
-            self.correct += group.n_correct
-            self.truncated += group.n_truncated
-            self.tokens += sum(sample.completion.n_sampled for sample in group.samples)
-            self.generated += group.n_generated
-            self.reward += sum(sample.reward for sample in group.samples)
+
+def counts_of(group: Group) -> dict[str, Any]:
+    """Return the counts of one group, and from ``samples`` on of its samples."""
+    return {
+        "groups": 1,
+        "all_correct": int(group.n_correct == len(group.samples)),
+        "all_incorrect": int(group.n_correct == 0),
+        "mixed": int(group.has_mixed_correctness),
+        "varying_reward": int(group.has_varying_reward),
+        "varying_reward_only": int(group.has_varying_reward and not group.has_mixed_correctness),
+        "samples": len(group.samples),
+        "correct": group.n_correct,
+        "truncated": group.n_truncated,
+        "tokens": sum(sample.completion.n_sampled for sample in group.samples),
+        "generated": group.n_generated,  # tokens; shared prefixes of a tree count once
+        "reward": sum(sample.reward for sample in group.samples),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +88,7 @@ class SampledStep:
     @property
     def generated(self) -> int:
         """Number of tokens that the engine generated for this step, including those of dropped groups."""
-        return self.stats.generated + self.continued
+        return self.stats["generated"] + self.continued
 
 
 class GroupBuffer:
@@ -129,18 +118,18 @@ class GroupBuffer:
     @property
     def is_done(self) -> bool:
         """Whether the step is full, or has used all its rounds."""
-        return not self.missing or self.stats.rounds >= self.config.max_rounds
+        return not self.missing or self.stats["rounds"] >= self.config.max_rounds
 
     def begin_step(self) -> None:
         self.step += 1
         self.groups = self._recent(self.groups)
-        self.stats.carried_in = len(self.groups)
+        self.stats["carried_in"] = len(self.groups)
 
     def add(self, groups: Sequence[Group], n_submitted: int) -> None:
         """Count a round of ``n_submitted`` prompts and add the groups that are accepted."""
-        self.stats.rounds += 1
-        self.stats.submitted += n_submitted
-        self.stats.count(groups)
+        self.stats.update(rounds=1, submitted=n_submitted)
+        for group in groups:
+            self.stats.update(counts_of(group))
         accepted = [replace(group, step=group.step or self.step) for group in groups if self._accepts(group)]
         self.groups += self._recent(accepted)
         self._accepted = MEMORY * self._accepted + len(accepted)
@@ -152,7 +141,7 @@ class GroupBuffer:
             raise SamplingExhaustedError(f"{self._describe_shortfall(self.stats)} Or set sampler.on_exhausted.")
         n_groups, stats, is_short = self.config.prompts_per_step, self.stats, bool(self.missing)
         groups, self.groups, self.stats = self.groups[:n_groups], self.groups[n_groups:], SamplingStats()
-        stats.carried_out = len(self.groups)
+        stats["carried_out"] = len(self.groups)
         return SampledStep(groups, stats, is_short)
 
     def spread(self, groups: Sequence[Group], n: int) -> tuple[list[Group], dict[str, float]]:
@@ -191,12 +180,12 @@ class GroupBuffer:
         """Return notes about a step for the console."""
         return [self._describe_shortfall(sampled.stats)] if sampled.is_short else []
 
-    def _describe_shortfall(self, stats: SamplingStats) -> str:
+    def _describe_shortfall(self, n: SamplingStats) -> str:
         return (
-            f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {stats.rounds} rounds, got fewer. "
-            f"Of {stats.groups} groups {stats.all_correct} are all correct, {stats.all_incorrect} all incorrect, "
-            f"{stats.varying_reward_only} of these have varying rewards (sampler.filter_on=reward accepts them); "
-            f"{stats.truncated} of {stats.samples} samples are truncated (rollout.max_response_tokens)."
+            f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "
+            f"Of {n['groups']} groups {n['all_correct']} are all correct, {n['all_incorrect']} all incorrect, "
+            f"{n['varying_reward_only']} of these have varying rewards (sampler.filter_on=reward accepts them); "
+            f"{n['truncated']} of {n['samples']} samples are truncated (rollout.max_response_tokens)."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +193,7 @@ class GroupBuffer:
             "steps": self.step,
             "accepted": self._accepted,
             "tried": self._tried,
-            "generated": self.stats.generated,
+            "generated": self.stats["generated"],
             "buffer": without_rows(self.groups),
             "waiting": without_rows(self.waiting),
         }
@@ -224,7 +213,7 @@ class GroupBuffer:
 
     def _recent(self, groups: Sequence[Group]) -> list[Group]:
         recent = [group for group in groups if self._is_recent(group)]
-        self.stats.too_old += len(groups) - len(recent)
+        self.stats["too_old"] += len(groups) - len(recent)
         return recent
 
     def _is_recent(self, group: Group) -> bool:

@@ -114,7 +114,7 @@ class Run(TrainingRun):
             counts |= segment_metrics(groups)
             return replace(sampled, groups=groups, segments=counts, continued=int(counts["tokens"]))
         groups = [tree_segments(group) for group in sampled.groups]
-        counts = {"tokens": sampled.stats.generated, **segment_metrics(groups)}
+        counts = {"tokens": sampled.stats["generated"], **segment_metrics(groups)}
         if advantage.segments.per_step is not None:
             groups, waiting = sampler.buffer.spread(groups, advantage.segments.per_step)
             counts |= waiting

@@ -35,7 +35,7 @@ from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.reflection import count_reflections, reflection_metrics
 from dapo_runner.logging.report import REPORT_FILE, draw, write_report
 from dapo_runner.logging.speed import training_flops
-from dapo_runner.rollout.group_buffer import SamplingStats
+from dapo_runner.rollout.group_buffer import SamplingStats, counts_of
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group
 from docs.glossary import AREAS, is_documented, panel_of, rows
@@ -90,7 +90,8 @@ def test_batch_metrics_by_hand() -> None:
 def test_sampling_metrics_by_hand() -> None:
     counts = {"rounds": 2, "carried_in": 1, "carried_out": 3, "too_old": 5}
     stats = SamplingStats(**counts)
-    stats.count([make_group("RW"), make_group("RR"), make_group("TT"), make_group("WW")])
+    for correctness in ("RW", "RR", "TT", "WW"):
+        stats.update(counts_of(make_group(correctness)))
     shares = {"all_correct": 0.25, "all_incorrect": 0.5, "mixed": 0.25, "accuracy": 3 / 8, "truncated": 0.25}
     expected = prefixed("sampling", {**counts, **shares, "groups": 4, "reward": -0.25, "length": 4})
     assert sampling_metrics(stats) == pytest.approx(expected)

@@ -233,4 +233,4 @@ def test_a_resume_counts_the_tokens_of_a_step_that_was_half_sampled() -> None:
     step = resumed.next(Engine(lambda _: "RW"))
     n_generated = step.groups[0].n_generated
     assert state["generated"] == len(engine.asked[0]) * 2 * n_generated / 2 > 0
-    assert step.generated == state["generated"] + step.stats.groups * n_generated
+    assert step.generated == state["generated"] + step.stats["groups"] * n_generated

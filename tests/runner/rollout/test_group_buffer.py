@@ -91,23 +91,23 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
         if number == stop_after:
             state, sampler = saved(sampler.state_dict()), fresh()
             sampler.load_state_dict(state)
-        sampler.on_round = lambda n_groups, stats: seen.append((n_groups, stats.groups))
+        sampler.on_round = lambda n_groups, stats: seen.append((n_groups, stats["groups"]))
         before, n_rounds = len(engine.given), len(engine.asked)
         step = sampler.next(engine)
         taken.append(step)
         generated, stats = engine.given[before:], step.stats
         every = [sample for group in generated for sample in group.samples]
-        assert stats.groups == stats.submitted == len(generated)
-        assert stats.all_correct + stats.all_incorrect + stats.mixed == stats.groups
-        assert (stats.samples, stats.correct) == (len(every), sum(sample.correct for sample in every))
-        assert stats.tokens == stats.generated == step.generated == sum(one.completion.length for one in every)
-        assert stats.reward == pytest.approx(sum(one.base_reward + one.length_penalty for one in every))
-        assert stats.rounds == len(engine.asked) - n_rounds <= max_rounds
+        assert stats["groups"] == stats["submitted"] == len(generated)
+        assert stats["all_correct"] + stats["all_incorrect"] + stats["mixed"] == stats["groups"]
+        assert (stats["samples"], stats["correct"]) == (len(every), sum(sample.correct for sample in every))
+        assert stats["tokens"] == stats["generated"] == step.generated == sum(one.completion.length for one in every)
+        assert stats["reward"] == pytest.approx(sum(one.base_reward + one.length_penalty for one in every))
+        assert stats["rounds"] == len(engine.asked) - n_rounds <= max_rounds
         assert step.is_short == (len(step.groups) < wanted) == bool(sampler.buffer.notes(step))
         assert len(step.groups) <= wanted
         assert len(step.groups) == wanted or not sampler.buffer.groups  # a step that is short gets everything
-        assert stats.carried_out == len(sampler.buffer.groups)
-        assert not stats.rounds or seen[-1] == (len(step.groups) + stats.carried_out, stats.groups)
+        assert stats["carried_out"] == len(sampler.buffer.groups)
+        assert not stats["rounds"] or seen[-1] == (len(step.groups) + stats["carried_out"], stats["groups"])
     mixed = [group for group in engine.given if 0 < sum(sample.correct for sample in group.samples) < 4]
     accepted = [group for step in taken for group in step.groups] + sampler.buffer.groups
     assert ids(accepted) == ids(mixed)
@@ -141,7 +141,7 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         step = sampler.next(Engine(lambda i: samples))
         assert len(step.groups) == n_accepted
         assert (sampler.buffer.acceptance > 0.5) == (n_accepted > 0)
-        assert step.stats.varying_reward_only == (step.stats.groups if by_reward > by_correctness else 0)
+        assert step.stats["varying_reward_only"] == (step.stats["groups"] if by_reward > by_correctness else 0)
         shares = sampling_metrics(step.stats, "reward")
         assert shares["sampling/varying_reward_only"] == float(by_reward > by_correctness)
         assert shares["sampling/varying_reward"] == 1 - shares["sampling/equal_reward"] == float(by_reward > 0)
@@ -151,7 +151,7 @@ def test_without_filter_every_group_trains() -> None:
     engine, sampler = Engine(lambda i: "WWWW"), make_sampler(filter_groups=False)
     step = sampler.next(engine)
     assert ids(step.groups) == engine.asked[0]
-    assert step.stats.rounds == 1
+    assert step.stats["rounds"] == 1
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 2, 10])
@@ -163,14 +163,14 @@ def test_what_is_left_over_opens_the_next_steps_until_it_is_too_old(max_age: int
     assert ids(steps[0].groups) == engine.asked[0][:4]
     ages = {number - group.step for number, step in enumerate(steps, start=1) for group in step.groups}
     assert ages == set(range(min(max_age, 4) + 1))
-    dropped = sum(step.stats.too_old for step in steps)
+    dropped = sum(step.stats["too_old"] for step in steps)
     assert (dropped > 0) == (max_age < 4)
     assert sum(len(step.groups) for step in steps) + len(sampler.buffer.groups) + dropped == len(engine.given)
     for number, (before, after) in enumerate(pairwise(steps), start=2):
-        carried_in = after.stats.carried_in
-        assert carried_in + after.stats.too_old == before.stats.carried_out
+        carried_in = after.stats["carried_in"]
+        assert carried_in + after.stats["too_old"] == before.stats["carried_out"]
         assert [group.step for group in after.groups[carried_in:]] == [number] * max(0, 4 - carried_in)
-        assert (after.stats.rounds == 0) == (carried_in >= 4)
+        assert (after.stats["rounds"] == 0) == (carried_in >= 4)
 
 
 def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
@@ -183,7 +183,7 @@ def test_a_group_that_waited_too_long_for_its_turn_is_not_accepted() -> None:
     steps = [sampler.next(generate_late) for _ in range(6)]
     assert {number - group.step for number, step in enumerate(steps, 1) for group in step.groups} == {0, 1, 2}
     accepted = sum(len(step.groups) for step in steps) + len(sampler.buffer.groups)
-    assert accepted + sum(step.stats.too_old for step in steps) == len(engine.given)
+    assert accepted + sum(step.stats["too_old"] for step in steps) == len(engine.given)
 
 
 def test_a_tree_is_trained_on_over_several_steps() -> None:
