@@ -71,7 +71,7 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     run = folder.parent.parent if is_checkpoint else folder
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: expected the folder of a run or of a checkpoint, found no {run / CONFIG_FILE}")
-    config, complete = read_config(run, overrides), find_checkpoints(run / CHECKPOINTS)
+    config, complete = read_config(run, Config, overrides), find_checkpoints(run / CHECKPOINTS)
     if is_checkpoint:
         complete = [found for found in complete if found.path.name == folder.name]
         if not complete:

@@ -23,7 +23,6 @@ from dapo_runner.config import (
     dump_config,
     flatten,
     parse,
-    parse_config,
     read_recipe,
 )
 from dapo_runner.files import atomic_write
@@ -110,30 +109,19 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before!r} → {self.after!r}"
 
 
-def read_config(folder: Path, overrides: Iterable[str] = ()) -> Config:
-    """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError."""
-    raw = apply_overrides(_read(folder, "train"), overrides)
-    return _naming_file(folder, lambda: parse_config(raw))
-
-
-def read_sft_config(folder: Path) -> SftConfig:
-    """Return the configuration of a supervised run. Raises ConfigError."""
-    raw = _read(folder, "sft")
-    return _naming_file(folder, lambda: parse(raw, SftConfig))
-
-
-def _naming_file(folder: Path, read: Callable[[], C]) -> C:
+def read_config(folder: Path, kind: type[C], overrides: Iterable[str] = ()) -> C:
+    """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError, also for
+    a run of another ``kind``.
+    """
+    raw = read_recipe(folder / CONFIG_FILE)
+    if (found := Config if "reward" in raw else SftConfig) is not kind:
+        wanted, got = ("train" if one is Config else "sft" for one in (kind, found))
+        raise ConfigError(f"{folder}: expected a run of dapo {wanted}, found one of dapo {got}")
+    raw = apply_overrides(raw, overrides)
     try:
-        return read()
+        return parse(raw, kind)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
-
-
-def _read(folder: Path, command: str) -> dict[str, Any]:
-    raw = read_recipe(folder / CONFIG_FILE)
-    if (found := "train" if "reward" in raw else "sft") != command:
-        raise ConfigError(f"{folder}: expected a run of dapo {command}, found one of dapo {found}")
-    return raw
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:
@@ -159,7 +147,7 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
     """
     if not (folder / CONFIG_FILE).is_file():
         return []
-    earlier = read_config(folder) if isinstance(config, Config) else read_sft_config(folder)
+    earlier = read_config(folder, type(config))
     changes = changes_between(settings_of(earlier), settings_of(config))
     refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
     log = folder / METRICS_FILE

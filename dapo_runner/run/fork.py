@@ -70,7 +70,7 @@ def _held(*settings: dict[str, Any]) -> Iterator[str]:
 
 def _settings_at(source: Path, step: int) -> dict[str, Any]:
     """Return the settings of the run when it saved ``step``: later changes are undone."""
-    settings = settings_of(read_config(source))
+    settings = settings_of(read_config(source, Config))
     for change in reversed(_changes(source)):
         if change["step"] >= step:
             settings[change["key"]] = change["before"]

@@ -18,7 +18,7 @@ from forks import CONTEXT
 from refusals import refused
 from small import Dapo, Notes, config_in, write_recipe
 
-from dapo_runner.config import ConfigError, load_config
+from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.run.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
@@ -133,4 +133,4 @@ def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
     for content in ("run: [", "run: {steps: many}\nreward: {}"):
         (folder / CONFIG_FILE).write_text(content)
         with pytest.raises(ConfigError, match=str(folder / CONFIG_FILE)):
-            read_config(folder)
+            read_config(folder, Config)
