@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.checkpoint import Checkpoint, writing
-from dapo_runner.config import LoggingConfig
+from dapo_runner.config import Config, SftConfig
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.logging.trackers import Trackers
@@ -30,8 +30,7 @@ class RunLog:
 
     def __init__(
         self,
-        folder: Path,
-        config: LoggingConfig,
+        config: Config | SftConfig,
         trackers: Trackers,
         *,
         first_step: int,
@@ -42,12 +41,13 @@ class RunLog:
         """Continue after ``first_step`` and keep the log lines of steps up to ``keep_through``. For a new run that is
         one less than ``first_step``, to remove the lines of an attempt that saved no checkpoint.
         """
-        self.folder, self.first_step, self.n_samples, self.trackers = folder, first_step, config.samples, trackers
+        folder, settings = config.run_dir, config.logging
+        self.folder, self.first_step, self.n_samples, self.trackers = folder, first_step, settings.samples, trackers
         self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
-        token_tokenizer = tokenizer if config.rollouts.per_token else None
-        self._rollouts = RolloutLog(folder / ROLLOUTS, config.rollouts, keep_through, note, token_tokenizer)
-        self._evaluations = RolloutLog(folder / EVALUATIONS, config.rollouts, keep_through, note)
+        token_tokenizer = tokenizer if settings.rollouts.per_token else None
+        self._rollouts = RolloutLog(folder / ROLLOUTS, settings.rollouts, keep_through, note, token_tokenizer)
+        self._evaluations = RolloutLog(folder / EVALUATIONS, settings.rollouts, keep_through, note)
 
     def step(
         self,

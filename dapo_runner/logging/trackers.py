@@ -36,19 +36,19 @@ class Trackers:
     """All trackers of a run. A resumed run continues with the same ids and sends no step twice."""
 
     def __init__(
-        self, config: Config | SftConfig, folder: Path, first_step: int, note: Callable[[str], None], is_resumed: bool
+        self, config: Config | SftConfig, first_step: int, note: Callable[[str], None], is_resumed: bool
     ) -> None:
         """Start the trackers. ``first_step`` is the first step to send.
 
         Raises ConfigError if one cannot start, for example without a login. A resumed run continues without it.
         """
-        self.note, self.path, self.failures = note, folder / STATE_FILE, Counter[str]()
+        self.note, self.path, self.failures = note, config.run_dir / STATE_FILE, Counter[str]()
         self.state: dict[str, Any] = json.loads(self.path.read_text()) if self.path.is_file() else {}
         self.trackers: dict[str, Any] = {}
         for name in config.logging.trackers:
             state = self.state.setdefault(name, {"id": None, "sent": {}})
             try:
-                self.trackers[name] = _start(name, config, folder, first_step, state)
+                self.trackers[name] = _start(name, config, first_step, state)
             except Exception as error:
                 reason = f"logging.trackers: {name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 if not is_resumed:
@@ -92,7 +92,7 @@ class Trackers:
                 self.note(f"logging.trackers: {name} failed {MAX_FAILURES} times and gets no more metrics")
 
 
-def _start(name: str, config: Config | SftConfig, folder: Path, first_step: int, state: dict[str, Any]) -> Any:
+def _start(name: str, config: Config | SftConfig, first_step: int, state: dict[str, Any]) -> Any:
     """Start accelerate's tracker. ``state`` has the id of the tracker's run once it exists."""
     from accelerate import PartialState
     from accelerate import tracking as accelerate
@@ -104,14 +104,14 @@ def _start(name: str, config: Config | SftConfig, folder: Path, first_step: int,
     run_id = known or uuid.uuid4().hex[:12]
     same: dict[str, Any] = {"resume": "allow"}
     if name == "tensorboard":
-        tracker = accelerate.TensorBoardTracker(name, folder, purge_step=first_step if first_step > 1 else None)
+        tracker = accelerate.TensorBoardTracker(name, config.run_dir, purge_step=first_step if first_step > 1 else None)
     elif name == "mlflow":
         tracker = accelerate.MLflowTracker(project, run_name=run, run_id=known)
     elif name == "trackio":  # identifies a run by its name
         same |= {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         tracker = accelerate.TrackioTracker(project, name=f"{run}-{run_id}", **same)
     else:  # wandb's own output would break the progress bar
-        same |= {"id": run_id, "dir": str(folder), "settings": {"silent": True, "console": "off"}}
+        same |= {"id": run_id, "dir": str(config.run_dir), "settings": {"silent": True, "console": "off"}}
         tracker = accelerate.WandBTracker(project, name=run, **same)
     tracker.start()
     state["id"] = tracker.tracker.info.run_id if name == "mlflow" else run_id

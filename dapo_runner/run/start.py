@@ -152,7 +152,7 @@ def seed_generators(seed: int) -> None:
 def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
     is_resumed, note = not start.is_new, context.progress.note
     first_step = start.keep_log_through + 1
-    return context.world.run_on_rank0(lambda: Trackers(config, config.run_dir, first_step, note, is_resumed))
+    return context.world.run_on_rank0(lambda: Trackers(config, first_step, note, is_resumed))
 
 
 def open_log(
@@ -163,8 +163,7 @@ def open_log(
     def open_here() -> RunLog:
         assert trackers is not None  # on rank 0
         log = RunLog(
-            config.run_dir,
-            config.logging,
+            config,
             trackers,
             first_step=start.last_completed_step,
             keep_through=start.keep_log_through,

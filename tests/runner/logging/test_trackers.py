@@ -27,19 +27,22 @@ from dapo_runner.logging.trackers import Trackers, check_trackers
 from docs.glossary import is_documented
 
 
-def config_with(*trackers: str) -> Config:
-    return make_config(logging={"trackers": list(trackers), "project": "p"}, run={"name": "mine"})
+def config_with(folder: Path, *trackers: str) -> Config:
+    run = {"name": "mine", "output_dir": str(folder)}
+    return make_config(logging={"trackers": list(trackers), "project": "p"}, run=run)
 
 
 def open_one(name: str, folder: Path, first: int = 1, is_resumed: bool = False) -> Trackers:
-    return Trackers(config_with(name), folder, first, print, is_resumed)
+    config = config_with(folder, name)
+    config.run_dir.mkdir(exist_ok=True)
+    return Trackers(config, first, print, is_resumed)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with refused("logging.trackers", parts=[f"[{name}]"]):
-        check_trackers(config_with(name).logging)
+        check_trackers(config_with(tmp_path, name).logging)
     dapo.refuses("logging.trackers", "train", write_recipe(tmp_path), f"logging.trackers=[{name}]", "--dry-run")
 
 
@@ -95,7 +98,7 @@ def test_wandb_keeps_its_id_and_gets_finite_figures_once(wandb: FakeWandb, tmp_p
     one, two = wandb.inits
     assert (one["id"], wandb.finished) == (two["id"], 2)
     assert (one["project"], one["name"], one["resume"]) == ("p", "mine", "allow")
-    assert wandb.config["optimizer.lr"] == str(config_with().optimizer.lr)
+    assert wandb.config["optimizer.lr"] == str(config_with(Path()).optimizer.lr)
     assert wandb.config["environment.torch"] == importlib.metadata.version("torch")
 
 
@@ -167,11 +170,11 @@ def test_the_real_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_and_resume("tensorboard", tmp_path)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "mine" / "tensorboard")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["eval/avg_at_2", "train/loss"]
     expected = [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25)]
     assert [(item.step, item.value) for item in events.Scalars("train/loss")] == expected
     (text,) = events.Tensors("samples/trained/text_summary")[0].tensor_proto.string_val
     assert rows_of(text.decode()) == [(0, "1 < 2 | 3\n4", 1.0)]
-    (settings,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
+    (settings,) = (tmp_path / "mine" / "tensorboard").glob("*/hparams.yml")
     assert yaml.safe_load(settings.read_text())["optimizer.lr"] == "1e-06"
