@@ -1,4 +1,4 @@
-"""The interface of rewards, and calls that may fail or hang: with deadlines and retries, in threads."""
+"""Rewards of texts, and calls that may fail or hang: with deadlines and retries, in threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -43,19 +42,7 @@ Verdicts = list[list[Verdict | None] | RewardError]
 """For each prompt a verdict on each response (None if the reward does not apply), or the error that prevented it."""
 
 
-class Reward(ABC):
-    """The interface of a reward."""
-
-    @abstractmethod
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
-        """Judge the completions of each prompt. Raises RewardError if more calls fail than allowed."""
-
-    def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call."""
-        return {}
-
-
-class TextReward(Reward):
+class TextReward:
     """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
 
     def __init__(
@@ -82,7 +69,7 @@ class Call:
     function: Callable[[], Any]
 
 
-class CallingReward(Reward):
+class CallingReward:
     """Judge with calls that may fail. ``concurrency``: calls at the same time; 1 calls in the caller's thread."""
 
     def __init__(self, name: str, config: RewardConfig, concurrency: int) -> None:

@@ -17,10 +17,11 @@ from dapo_runner.config import Config, ConfigError, RewardConfig
 from dapo_runner.rewards import rules
 from dapo_runner.rewards.functions import FunctionReward
 from dapo_runner.rewards.judge import Judge
-from dapo_runner.rewards.reward import Reward, RewardError, TextReward, Verdicts, first_error
+from dapo_runner.rewards.reward import CallingReward, RewardError, TextReward, Verdicts, first_error
 from dapo_runner.rewards.workers import open_code, open_rule, require_package
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
+Reward = TextReward | FunctionReward | Judge
 SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
 """Return for each of several responses whether it gives the same answer as the first one; None if that failed."""
 
@@ -135,7 +136,7 @@ class Scorer:
         """Return the counts of each reward since the last call and, with several rewards, the seconds of each."""
         counts: dict[str, float] = {}
         for label, reward in self.rewards.items():
-            found: dict[str, float] = dict(reward.take_counts())
+            found: dict[str, float] = dict(reward.take_counts()) if isinstance(reward, CallingReward) else {}
             if label:
                 found["seconds"], self._seconds[label] = self._seconds[label], 0.0
             counts |= {f"{label}_{name}".lstrip("_"): value for name, value in found.items()}

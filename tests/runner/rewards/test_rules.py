@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from dapo_runner.rewards.reward import Reward
 from dapo_runner.rewards.rules import canonical_number, length_penalty, normalise
-from dapo_runner.rewards.scoring import Scorer, load_reward, unmatchable_answers
+from dapo_runner.rewards.scoring import Reward, Scorer, load_reward, unmatchable_answers
 from dapo_runner.types import Prompt, Verdict
 
 
