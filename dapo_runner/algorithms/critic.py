@@ -92,8 +92,7 @@ class Critic:
         if not math.isfinite(norm) and mini.loss_scale <= 1:
             raise NonFiniteUpdateError(
                 f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}. The weights are those "
-                "before this update. Try a lower critic.lr",
-                mini,
+                "before this update. Try a lower critic.lr"
             )
         scale = {SCALE_METRICS[name]: value for name, value in self.trained.step(rate).items()}
         return {**self.metrics(mini), "value_grad_norm": norm, "value_lr": rate, **scale}

@@ -304,8 +304,7 @@ def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None
     raise NonFiniteUpdateError(
         f"step {step + 1}: expected a finite loss and gradient, got loss {loss:g}, gradient norm {norm:g}, "
         f"{nonfinite:.0f} non-finite log-probs. The weights are those before this update. Check ratio and entropy of "
-        "the previous steps, or lower optimizer.lr",
-        mini,
+        "the previous steps, or lower optimizer.lr"
     )
 
 

@@ -63,11 +63,7 @@ class MiniBatch:
 
 
 class NonFiniteUpdateError(RunError):
-    """A loss or gradient is not finite. The weights are those before the update with ``mini``."""
-
-    def __init__(self, message: str, mini: MiniBatch) -> None:
-        super().__init__(message)
-        self.mini = mini
+    """A loss or gradient is not finite. The weights are those before the update."""
 
 
 def loss_tensors(batch: PackedBatch, policy: Policy, group: ProcessGroup | None) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class TrainingRun:
             rank = "" if self.world.is_single_process else f"_rank_{self.world.rank}"
             path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
             save_batch(path, mini.micro_batches, str(error))
-            raise NonFiniteUpdateError(f"{error}. The batch of each rank is in {path.parent}", mini) from error
+            raise NonFiniteUpdateError(f"{error}. The batch of each rank is in {path.parent}") from error
 
     def complete_step(self, step: int) -> None:
         """Mark the step as completed. From here on it can be saved, even if something after it fails."""

@@ -17,7 +17,8 @@ from fake_server import UPDATE, FakeServer
 from safetensors.torch import load_file
 from small import AtPhase, Notes, config_in, events_of, steps_of
 
-from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
+from dapo_runner.algorithms.learner import Learner
+from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config
 from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
@@ -206,15 +207,19 @@ def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch
                 send(number)
 
 
-def test_an_update_that_is_not_finite_is_kept_and_a_lower_rate_goes_on(start: Path, tmp_path: Path) -> None:
+def test_an_update_that_is_not_finite_is_kept_and_a_lower_rate_goes_on(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error advises a lower optimizer.lr; the same folder used to refuse it."""
+    updated, update = list[MiniBatch](), Learner.update
+    monkeypatch.setattr(Learner, "update", lambda *given: (updated.append(given[1]), update(*given))[1])
     warm = {"warmup_steps": 0}
     train(rare(tmp_path, start, run={"steps": 2}, optimizer=warm), Notes())
     with pytest.raises(NonFiniteUpdateError, match=r"optimizer\.lr") as caught:
         train(rare(tmp_path, start, optimizer=warm | {"lr": 1e30}), Notes())
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
     assert str(kept.parent) in str(caught.value)
-    stored, batches = load_file(kept), caught.value.mini.micro_batches
+    stored, batches = load_file(kept), updated[-1].micro_batches
     wanted = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.tensors().items()}
     assert stored.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in stored.items())

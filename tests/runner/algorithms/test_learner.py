@@ -203,9 +203,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_folder:
     if fault == "float16":
         learner.trained.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     before = weights_of(learner)
-    with pytest.raises(NonFiniteUpdateError) as caught:
+    with pytest.raises(NonFiniteUpdateError):
         learner.update(mini, step=2)
-    assert caught.value.mini is mini
     assert not changed(learner, before)
 
 
