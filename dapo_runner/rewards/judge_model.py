@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from dapo_runner.config import ConfigError, JudgeConfig, ModelConfig
+from dapo_runner.data.dataset import render
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 
 Conversation = Sequence[dict[str, str]]
@@ -84,14 +85,13 @@ class JudgeModel:
         return {ids[0] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]}
 
     def _tokens_of(self, conversation: Conversation) -> list[int]:
-        if not self.tokenizer.chat_template:
-            return self.tokenizer("\n\n".join(message["content"] for message in conversation))["input_ids"]
-        options = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
+        chat, turns = bool(self.tokenizer.chat_template), [(one["role"], one["content"]) for one in conversation]
         try:
-            return self.tokenizer.apply_chat_template(conversation, **options)
+            text = render(turns, self.tokenizer, chat, enable_thinking=False)
         except TemplateError as error:
             roles = " and ".join(message["role"] for message in conversation)
             raise ConfigError(f"reward.judge: requires a chat template of {roles}, got: {error}") from error
+        return self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
 
     def _next(self, rows: Sequence[list[int]]) -> Tensor:
         """Return the log-probs of the next token of each row, float32 [rows, V]."""
