@@ -186,9 +186,9 @@ class CodeRule(WorkerRule):
     as passing.
     """
 
-    def __init__(self, workers: int, deadline: float, memory_mb: int, command: tuple[str, ...] = CODE_COMMAND) -> None:
+    def __init__(self, workers: int, deadline: float, memory_mb: int) -> None:
         super().__init__(workers, deadline)
-        self.memory_mb, self.command = memory_mb, command
+        self.memory_mb = memory_mb
 
     def judge_one(self, text: str, answer: str) -> Verdict:
         program, tests = (_FENCED.findall(text) or [text])[-1], read_tests(answer)
@@ -209,7 +209,7 @@ class CodeRule(WorkerRule):
     def _run(self, **request: str) -> tuple[str, int]:
         """Return a program's standard output and exit code. Raises WorkerError."""
         limits = {"memory": self.memory_mb * 10**6, "seconds": self.deadline, "readable": _readable()}
-        worker = Worker((*_sandbox(), *self.command), _ENVIRONMENT)
+        worker = Worker((*_sandbox(), *CODE_COMMAND), _ENVIRONMENT)
         try:
             worker.send(request | limits, end=True)
             written = worker.read(self.deadline)
@@ -219,9 +219,9 @@ class CodeRule(WorkerRule):
 
 
 @cache
-def open_code(workers: int, deadline: float, memory_mb: int, command: tuple[str, ...] = CODE_COMMAND) -> CodeRule:
+def open_code(workers: int, deadline: float, memory_mb: int) -> CodeRule:
     """Return the `code` rule of this process. Raises ConfigError if programs cannot be confined."""
-    rule, environment = CodeRule(workers, deadline, memory_mb, command), Path(f"/proc/{os.getpid()}/environ")
+    rule, environment = CodeRule(workers, deadline, memory_mb), Path(f"/proc/{os.getpid()}/environ")
     digest = hashlib.sha256(environment.read_bytes()).hexdigest()
     test = (  # in another namespace this process id means another process
         f"import hashlib\ntry: seen = hashlib.sha256(open('{environment}', 'rb').read()).hexdigest()\n"

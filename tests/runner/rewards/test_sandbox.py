@@ -407,7 +407,10 @@ def test_a_machine_that_cannot_confine_programs_is_refused(how: str, monkeypatch
     """Without bubblewrap too, programs would read the environment of the trainer. Not knowing is no proof."""
     monkeypatch.setenv("PATH", os.environ["PATH"] if how == "no seccomp" else "")
     workers._sandbox.cache_clear()
+    open_code.cache_clear()
     unsafe = UNSAFE[how]
+    command = unsafe if isinstance(unsafe, tuple) else (sys.executable, "-s", "-c", unsafe)
+    monkeypatch.setattr(workers, "CODE_COMMAND", command)
     with refused("reward.kind"):
-        open_code(*SETTINGS, unsafe if isinstance(unsafe, tuple) else (sys.executable, "-s", "-c", unsafe))
+        open_code(*SETTINGS)
     workers._sandbox.cache_clear()
