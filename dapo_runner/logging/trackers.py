@@ -9,7 +9,6 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
