@@ -171,6 +171,7 @@ SMOKE = (
 
 _CUDA_OURS = ("copy_", *_OURS, "dapo_kernels, no wait")
 BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda")
+NEW_GRADIENTS = tuple(f"{name}, new gradient" for name in BACKENDS)
 # Of the cuda backend, which chooses one of them: a row held by a cluster of blocks, or swept twice by one block.
 PATHS = ("dapo_kernels, cuda cluster", "dapo_kernels, cuda sweep")
 _CUDA_PEERS = (
@@ -289,6 +290,7 @@ class Tuning(NamedTuple):
         filled: share of an SM's 64 warps that ``rows_per_sm`` counts with.
         limited: let the L2 cache limit the rows in flight (``residency.programs``).
         hints: the second read of a row and its write are ``evict_first``.
+        apart: a kernel for the statistics and one for the gradient, as without ``inplace_backward``.
     """
 
     warps: int
@@ -296,22 +298,39 @@ class Tuning(NamedTuple):
     filled: float = 1.0
     limited: bool = True
     hints: bool = True
+    apart: bool = False
 
     @property
     def name(self) -> str:
         rows = f"{max(1, round(64 * self.filled) // self.warps)} rows an SM" if self.limited else "a program a row"
+        rows = "two kernels" if self.apart else rows
         return f"triton: {self.warps} warps, {self.loads} loads, {rows}{'' if self.hints else ', no eviction hints'}"
 
 
 TUNINGS = (
     *(Tuning(warps, loads) for warps in (4, 8, 16, 32) for loads in (1, 2, 4)),
     *(Tuning(warps, filled=0.5) for warps in (8, 16)),
-    *(Tuning(warps, limited=False) for warps in (16, 32)),
+    *(Tuning(warps, limited=False) for warps in (4, 8, 16, 32)),
     *(Tuning(warps, hints=False) for warps in (4, 16, 32)),
+    *(Tuning(warps, hints=hints, apart=True) for warps in (8, 32) for hints in (True, False)),
 )
-_TUNED = ("copy_", *BACKENDS, *PATHS, *(tuning.name for tuning in TUNINGS))
-_TUNING_SHAPES = ({"vocab": 151936}, {"vocab": 32000}, {"vocab": 4096}, {"vocab": 151936, "dtype": "float32"})
-GPU_TUNING = tuple(replace(_CUDA_LOGITS, contestants=_TUNED, seconds=4.0, **shape) for shape in _TUNING_SHAPES)
+_COMPARED = ("copy_", *BACKENDS, *NEW_GRADIENTS)
+_TUNING_SHAPES = {(32000, "bfloat16"), (151936, "bfloat16"), (50257, "bfloat16"), (151936, "float32")}
+
+
+def _tuned(vocab: int, dtype: str, mode: str = "train") -> Config:
+    config = replace(_CUDA_LOGITS, vocab=vocab, dtype=dtype, mode=mode, contestants=_COMPARED, seconds=0.75)
+    if mode != "train" or (vocab, dtype) not in _TUNING_SHAPES:
+        return config
+    tried = (tuning.name for tuning in TUNINGS if vocab % 8 == 0 or tuning.loads == 2)  # odd rows: no 16-byte accesses
+    return replace(config, contestants=(*_COMPARED, *PATHS, *tried), seconds=4.0)
+
+
+_DTYPES = ("bfloat16", "float32")
+GPU_TUNING = (
+    *(_tuned(vocab, dtype) for dtype in _DTYPES for vocab in VOCABULARIES),
+    *(_tuned(vocab, dtype, "forward") for dtype in _DTYPES for vocab in VOCABULARIES),
+)
 
 
 def _small(configs: Iterable[Config]) -> tuple[Config, ...]:

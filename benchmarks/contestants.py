@@ -343,17 +343,19 @@ CONTESTANTS: tuple[Contestant, ...] = (
     _ours("dapo_kernels", "default chunks", _ours_from_hidden, "hidden"),
     *(
         _ours(
-            f"dapo_kernels, {name}",
+            f"dapo_kernels, {name}{suffix}",
             f"{setting}, use_backend({name!r})",
             on_backend(name, make),
             level,
             device="cuda",
             backend=name,
+            **more,
         )
         for name in (backend.removeprefix("dapo_kernels, ") for backend in BACKENDS)
-        for level, setting, make in (
-            ("logits", "in place", ours_from_logits),
-            ("hidden", "default chunks", _ours_from_hidden),
+        for suffix, level, setting, make, more in (
+            ("", "logits", "in place", ours_from_logits, {}),
+            (", new gradient", "logits", "inplace_backward=False", _new_gradient, {"takes": _trains, "copies": _ONE}),
+            ("", "hidden", "default chunks", _ours_from_hidden, {}),
         )
     ),
     *(

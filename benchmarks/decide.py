@@ -2,81 +2,86 @@
 
     python -m benchmarks.decide FILE.json [FILE.json …]       files of the GPU suites, of one machine
 
-The cuda backend takes a dtype from the smallest vocabulary on where it is faster than triton by MARGIN in each training
-configuration from logits, there and above, and not slower in any from hidden states. Where nothing was measured, triton
-stays. Below that stand the fastest launch parameters of ``tuning.py`` beside the built-in ones. A person commits both.
+Each kind of call is decided by itself: what it computes (``registry.CALLS``), whether rows start on 16 bytes, the
+dtype. The cuda backend takes it from the smallest vocabulary on where it is faster than triton by MARGIN in each
+configuration, there and above. Where nothing was measured, triton stays. Below that stand all ratios, and the fastest
+launch of ``tuning.py`` beside the built-in one and the call with a new gradient. A person commits both.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.configs import BACKENDS, TUNINGS
+import torch
+
+from benchmarks.configs import BACKENDS, NEW_GRADIENTS, TUNINGS
+from dapo_kernels.backends.registry import Default
 
 MARGIN = 0.03  # of the time: twice what runs of one kernel differ by
 TRITON, CUDA = BACKENDS
 
 
-class Row(NamedTuple):
-    """A row of ``CUDA_DEFAULTS``, with cuda's time divided by triton's, from logits."""
-
-    vocab: int
-    dtypes: tuple[str, ...]
-    ratios: tuple[float, ...]
+Kind = tuple[str, bool, str]  # the call, whether rows are aligned, the dtype
 
 
-def _times(records: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, int], dict[str, float]]]:
-    """Yield (level, dtype, V) and the medians of every training configuration."""
+def _times(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Yield the fields and the medians of every configuration."""
     for record in records:
-        fields = record.get("fields") or {}
-        if fields.get("mode") == "train":
-            key = fields["level"], fields["dtype"], fields["vocab"]
-            yield key, {row["name"]: row["median_ms"] for row in record["rows"] if row["status"] == "ok"}
+        if fields := record.get("fields"):
+            yield fields, {row["name"]: row["median_ms"] for row in record["rows"] if row["status"] == "ok"}
 
 
-def decide(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return the rows before triton's, by vocabulary; none where cuda is not faster."""
-    measured: dict[tuple[str, str, int], float] = {}
-    for key, times in _times(records):
-        if TRITON in times and CUDA in times:
-            measured[key] = max(measured.get(key, 0.0), times[CUDA] / times[TRITON])
-    chosen: dict[int, list[tuple[str, list[float]]]] = {}
-    for dtype in sorted({dtype for _, dtype, _ in measured}):
-        faster: list[tuple[int, float]] = []
-        for vocab in sorted({v for level, d, v in measured if level == "logits" and d == dtype}, reverse=True):
-            is_slower = measured.get(("hidden", dtype, vocab), 0.0) > 1 + MARGIN
-            if is_slower or measured["logits", dtype, vocab] > 1 - MARGIN:
-                break
-            faster.append((vocab, measured["logits", dtype, vocab]))
-        if faster:
-            chosen.setdefault(faster[-1][0], []).append((dtype, [ratio for _, ratio in faster]))
+def ratios(records: Sequence[dict[str, Any]]) -> dict[Kind, dict[int, float]]:
+    """Return cuda's time divided by triton's by vocabulary: the worst of the configurations."""
+    found: dict[Kind, dict[int, float]] = {}
+    for fields, times in _times(records):
+        vocab, dtype, trains = fields["vocab"], fields["dtype"], fields["mode"] == "train"
+        aligned = fields["level"] == "hidden" or vocab * getattr(torch, dtype).itemsize % 16 == 0  # chunks are padded
+        calls = {"hidden" if trains else "hidden, no gradient": BACKENDS}
+        if fields["level"] == "logits":
+            calls = {"in place": BACKENDS, "new gradient": NEW_GRADIENTS} if trains else {"no gradient": BACKENDS}
+        for call, (triton, cuda) in calls.items():
+            if triton in times and cuda in times:
+                of_kind = found.setdefault((call, aligned, dtype), {})
+                of_kind[vocab] = max(of_kind.get(vocab, 0.0), times[cuda] / times[triton])
+    return dict(sorted(found.items()))
+
+
+def decide(records: Sequence[dict[str, Any]], capability: tuple[int, int]) -> list[Default]:
+    """Return the rows before triton's; none where cuda is not faster."""
+    chosen: dict[tuple[str, bool, int], list[torch.dtype]] = {}
+    for (call, aligned, dtype), of_kind in ratios(records).items():
+        by_size = sorted(of_kind.items(), reverse=True)
+        if faster := list(itertools.takewhile(lambda pair: pair[1] <= 1 - MARGIN, by_size)):
+            chosen.setdefault((call, aligned, faster[-1][0]), []).append(getattr(torch, dtype))
     return [
-        Row(vocab, tuple(dtype for dtype, _ in rows), tuple(x for _, ratios in rows for x in ratios))
-        for vocab, rows in sorted(chosen.items())
+        Default("cuda", capability, vocab, tuple(dtypes), (call,), aligned)
+        for (call, aligned, vocab), dtypes in chosen.items()
     ]
 
 
 def text(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Return the source for registry.py and, as comments, the fastest launch parameters."""
+    """Return the source for registry.py and, as comments, all ratios and the fastest launch parameters."""
     gpu = results[0]["machine"].get("gpu", {"name": "no GPU", "capability": "0.0"})
     records = [record for one in results for record in one["records"]]
-    capability = tuple(map(int, gpu["capability"].split(".")))
+    major, minor = map(int, gpu["capability"].split("."))
     lines = [f"# {gpu['name']}: {', '.join(f'benchmarks/results/{name}' for name in names)}", "CUDA_DEFAULTS = ("]
-    for row in decide(records):
-        dtypes = ", ".join(f"torch.{dtype}" for dtype in row.dtypes)
-        lines.append(f"    # {', '.join(f'{x:.2f}' for x in row.ratios)} of triton's time")
-        lines.append(f'    Default("cuda", {capability}, {row.vocab}, ({dtypes},)),')
-    lines += ['    Default("triton"),', ")"]
+    lines += [f"    Default{tuple(row)!r}," for row in decide(records, (major, minor))]
+    lines += ['    Default("triton"),', ")", "# cuda's time divided by triton's:"]
+    for (call, aligned, dtype), of_kind in ratios(records).items():
+        shown = ", ".join(f"V={vocab} {ratio:.2f}" for vocab, ratio in sorted(of_kind.items()))
+        lines.append(f"# {call}, {'aligned' if aligned else 'other'} rows, {dtype}: {shown}")
     tuned = {tuning.name for tuning in TUNINGS}
-    for (_, dtype, vocab), times in _times(records):
-        found = sorted((ms, name) for name, ms in times.items() if name in tuned)
-        if found and TRITON in times:
-            best, name = found[0]
-            lines.append(f"# {dtype}, V={vocab}: {best / times[TRITON]:.2f} of the built-in launch's time: {name}")
+    for fields, times in _times(records):
+        if TRITON in times and tuned & times.keys():
+            tried = sorted((ms, name) for name, ms in times.items() if name in tuned | {NEW_GRADIENTS[0]})
+            best = ", ".join(f"{ms / times[TRITON]:.2f} {name}" for ms, name in tried[:3])
+            lines.append(f"# {fields['dtype']}, V={fields['vocab']}, ÷ the built-in launch in place: {best}")
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@
 1 card       the gpu-marked tests; bandwidth of a copy and rates of matrix products on this card
 2 logits     the kernels from logits against the peers: vocabularies from 32k to 262k, 4096 to 65536 tokens
 3 hidden     from hidden states, at the shapes of published figures too
-4 tuning     launch parameters of the Triton loss; which backend should be the default (``decide.py``)
+4 tuning     launch parameters of the Triton loss; which backend should serve which kind of call (``decide.py``)
 5 runner     a training run and the trainer alone: tokens per second; the gap between sampler and trainer
 6 sanitizer  the CUDA kernels under compute-sanitizer
 
@@ -159,8 +159,9 @@ def card(results: Path, seconds: float) -> Finished:
 
 def tuning(results: Path, seconds: float) -> Finished:
     finished = measure("gpu-tuning", results, seconds)
-    files = sorted(results.glob(f"gpu-[lht]*-{_slug()}.json"))
-    text = decide.text([json.loads(path.read_text()) for path in files], [path.name for path in files])
+    files = {path.name: json.loads(path.read_text()) for path in sorted(results.glob(f"gpu-[lht]*-{_slug()}.json"))}
+    same = {name: found for name, found in files.items() if found["machine"]["sources"] == machine.sources()}
+    text = decide.text(list(same.values()), list(same))
     _write(results / "gpu-4-defaults.txt", text)
     return finished
 

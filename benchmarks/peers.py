@@ -205,20 +205,14 @@ def _quack_linear(quack: Any, in_place: bool) -> Callable[..., Tensor]:
     return lambda hidden, weight, ids: losses(hidden, weight, None, ids)
 
 
-_FILTERED = "apple's, reduction none, its default: small gradients left out"
+def _cut(name: str, filter_eps: str | None, setting: str) -> None:
+    @_cross_entropy(name, f"apple's, reduction none, {setting}", "hidden", "cut_cross_entropy")
+    def _(apple: Any, in_place: bool) -> Callable[..., Tensor]:
+        return functools.partial(apple.linear_cross_entropy, reduction="none", filter_eps=filter_eps)
 
 
-@_cross_entropy("cut-cross-entropy", _FILTERED, "hidden", "cut_cross_entropy")
-def _cut_filtered(apple: Any, in_place: bool) -> Callable[..., Tensor]:
-    return functools.partial(apple.linear_cross_entropy, reduction="none", filter_eps="high")
-
-
-_UNFILTERED = "apple's, reduction none, filter_eps=None"
-
-
-@_cross_entropy("cut-cross-entropy, unfiltered", _UNFILTERED, "hidden", "cut_cross_entropy")
-def _cut_unfiltered(apple: Any, in_place: bool) -> Callable[..., Tensor]:
-    return functools.partial(apple.linear_cross_entropy, reduction="none", filter_eps=None)
+_cut("cut-cross-entropy", "high", "its default: small gradients left out")
+_cut("cut-cross-entropy, unfiltered", None, "filter_eps=None")
 
 
 _VERL = "verl.utils.kernel.linear_cross_entropy"
@@ -226,7 +220,7 @@ _VERL_SETTING = "its fused kernel, reduction none, entropies included"
 
 
 def import_verl() -> Any:
-    """Import the kernel. verl imports ray, 76 MiB that the kernel does not use: where it is absent, a mock replaces it."""
+    """Import the kernel. verl imports ray, 76 MiB that the kernel does not use: if it is absent, a mock stands in."""
     lacks_ray = find_spec("ray") is None
     if lacks_ray:
         sys.modules["ray"] = mock.MagicMock()
@@ -266,21 +260,19 @@ def _liger_scaled(problem: Problem) -> Run:
     return from_logprobs(problem, logprobs_of)
 
 
-_MEAN = {"device": "cuda", "takes": is_cross_entropy}
+def _mean(name: str, setting: str, module: str, function: str) -> None:
+    @_peer(name, setting, "hidden", module, device="cuda", takes=is_cross_entropy)
+    def _(problem: Problem) -> Run:
+        mean = getattr(import_module(module), function)
+        return training(problem, lambda hidden, weight: mean(hidden, weight, problem.tokens.target_ids))
 
 
-@_peer("quack linear_cross_entropy, chunked", "its default chunks of 4096, tuned", "hidden", _QUACK, **_MEAN)
-def _quack_mean(problem: Problem) -> Run:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy as mean
-
-    return training(problem, lambda hidden, weight: mean(hidden, weight, problem.tokens.target_ids))
-
-
-_LIGER_FUNCTIONS = "liger_kernel.transformers.functional"
-
-
-@_peer("Liger fused linear cross-entropy", "its defaults", "hidden", _LIGER_FUNCTIONS, **_MEAN)
-def _liger_mean(problem: Problem) -> Run:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as mean
-
-    return training(problem, lambda hidden, weight: mean(hidden, weight, problem.tokens.target_ids))
+_mean(
+    "quack linear_cross_entropy, chunked", "its default chunks of 4096, tuned", _QUACK, "chunked_linear_cross_entropy"
+)
+_mean(
+    "Liger fused linear cross-entropy",
+    "its defaults",
+    "liger_kernel.transformers.functional",
+    "liger_fused_linear_cross_entropy",
+)

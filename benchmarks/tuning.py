@@ -16,10 +16,13 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from benchmarks.configs import TUNINGS, Tuning
 from benchmarks.contestants import Contestant, Run, on_backend, ours_from_logits
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
+from dapo_kernels.records import RowsLoss, RowsSlopes
 
 _PACKAGE, _HINT = "dapo_kernels.backends.triton", ', eviction_policy="evict_first"'
 
@@ -44,12 +47,21 @@ def kernels_without_hints() -> ModuleType:
     return module
 
 
+def loss_in_two_kernels(logits: Tensor, *call: Any) -> RowsLoss:
+    """Compute the loss in place as ``inplace_backward=False`` does: the statistics first, then the gradient."""
+    launcher = importlib.import_module(_PACKAGE)
+    out: RowsSlopes = launcher.row_slopes(logits, *call)
+    launcher.row_grad(logits, logits, call[0], out.stats, out.slopes)
+    return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
+
+
 def _replaced(tuning: Tuning) -> dict[str, Any]:
     """Return the names in the launcher's module to replace, with their values."""
     launcher = importlib.import_module(_PACKAGE)
     rows_per_sm = max(1, round(64 * tuning.filled) // tuning.warps)
     values: dict[str, Any] = {"LAUNCHES": (launcher.Launch(None, tuning.warps, rows_per_sm),), "LOADS": tuning.loads}
     values |= {} if tuning.limited else {"programs_for": lambda n_rows, *of: n_rows}
+    values |= {"row_loss_": loss_in_two_kernels} if tuning.apart else {}
     return values | ({} if tuning.hints else {"kernels": kernels_without_hints()})
 
 

@@ -54,7 +54,9 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
     if hidden.dtype == torch.float64:
         given["float32_logits"] = False
     head_fields = {name: value for name, value in given.items() if name in Head._fields} | tensors
-    backend_name = backend_for(layout.caller, hidden.device, hidden.dtype, weight.shape[0])
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, *tensors.values()))
+    call = "hidden" if wants_grad else "hidden, no gradient"
+    backend_name = backend_for(layout.caller, hidden.device, hidden.dtype, weight.shape[0], call)
     plan = Plan(given.get("chunk_bytes"), host_sync, main_grad, backend_name, valid)
     return Head(hidden.reshape(-1, hidden.shape[-1]), **head_fields), plan
 

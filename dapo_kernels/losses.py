@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from dapo_kernels.backends import backend_for
+from dapo_kernels.backends import backend_for, call_from_logits
 from dapo_kernels.call import LossOptions, PolicyCall, RowOptions
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
@@ -343,9 +343,10 @@ def _from_logits(
         layout = layout_of(caller, "logits", logits, options.pop("cu_seqlens", None), target_ids=target_ids)
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         call, request = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
-        backend_name = backend_for(caller, logits.device, logits.dtype, logits.shape[-1])
         # The in-place form has no effect in a compiled graph: the compiler plans buffers itself.
         in_place = in_place and from_rows.may_work_in_place(logits)
+        kind = call_from_logits(logits, in_place and call.one_visit), logits.stride(-2)
+        backend_name = backend_for(caller, logits.device, logits.dtype, logits.shape[-1], *kind)
         if in_place:
             check_rows_apart(layout, logits)
     server = shared_server(layout, shard, logits, backend_name, request, valid, call)

@@ -101,6 +101,11 @@ BACKENDS = {
 }
 
 
+# What a call does with its rows. From logits: loss and gradient in place, in one kernel; statistics, then the gradient,
+# in two; no gradient. From hidden states the rows are those of a padded chunk.
+CALLS = ("in place", "new gradient", "no gradient", "hidden", "hidden, no gradient")
+
+
 class Default(NamedTuple):
     """A class of rows of logits on CUDA devices, and its default backend."""
 
@@ -108,6 +113,8 @@ class Default(NamedTuple):
     capability: tuple[int, int] = (0, 0)  # minimum of the device
     vocab: int = 0  # minimum
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    calls: tuple[str, ...] = CALLS
+    aligned: bool | None = None  # whether rows start on 16 bytes; None: all rows
 
 
 # The first match applies. A row for the cuda backend must name a file under benchmarks/results/ in which it is faster
@@ -176,15 +183,22 @@ def use_backend(name: str) -> Iterator[None]:
         _forced_last = _forced.get()
 
 
-def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: int = 0) -> str:
-    """Return the name of the backend for ``caller`` with this device, dtype and row length (0: no rows).
+def backend_for(
+    caller: str, device: torch.device, dtype: torch.dtype, vocab: int = 0, call: str = CALLS[0], stride: int = 0
+) -> str:
+    """Return the name of the backend for ``caller`` with this device and dtype.
+
+    Args:
+        vocab: length of a row; 0: there are no rows.
+        call: one of ``CALLS``.
+        stride: between rows; 0: the rows are aligned.
 
     Raises:
         ValueError: the backend set by ``use_backend`` does not support the device.
         TypeError: the backend does not support the dtype.
     """
     forced = _forced_last if torch.compiler.is_compiling() else _forced.get()
-    name = forced or _default(device, dtype, vocab)
+    name = forced or _default(device, dtype, vocab, call, stride)
     if forced is None and device.type == "cuda" and (why := _why_not(name)) is not None:
         raise RuntimeError(f"{caller}: CUDA tensors require the {name} backend: {why}; or use_backend('torch')")
     devices = BACKENDS[name].devices
@@ -195,11 +209,11 @@ def backend_for(caller: str, device: torch.device, dtype: torch.dtype, vocab: in
     return name
 
 
-def _default(device: torch.device, dtype: torch.dtype, vocab: int) -> str:
+def _default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, stride: int) -> str:
     if dtype == torch.float64:
         return "torch"
     if device.type == "cuda":
-        return _cuda_default(device, dtype, vocab)
+        return _cuda_default(device, dtype, vocab, call, stride)
     return _cpu_default() if device.type == "cpu" else "torch"
 
 
@@ -207,14 +221,19 @@ def _cpu_default() -> str:
     return "cpp" if _why_not("cpp") is None else "torch"
 
 
-def _cuda_default(
-    device: torch.device, dtype: torch.dtype, vocab: int, defaults: tuple[Default, ...] = CUDA_DEFAULTS
-) -> str:
-    for row in defaults:
+def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int, call: str = CALLS[0], stride: int = 0) -> str:
+    for row in CUDA_DEFAULTS:
         able = row.capability == (0, 0) or torch.cuda.get_device_capability(device) >= row.capability
-        if able and vocab >= row.vocab and dtype in row.dtypes:
+        fits = row.aligned is None or row.aligned == (stride * dtype.itemsize % 16 == 0)
+        if able and fits and vocab >= row.vocab and dtype in row.dtypes and call in row.calls:
             return row.backend
     raise AssertionError("CUDA_DEFAULTS: the last row must hold for everything")
+
+
+def call_from_logits(logits: Tensor, loss_in_place: bool) -> str:
+    """Return the one of ``CALLS`` that a function of logits makes."""
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    return CALLS[0] if loss_in_place else CALLS[1] if needs_gradient else CALLS[2]
 
 
 def backend(name: str) -> Backend:

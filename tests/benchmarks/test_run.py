@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import torch
 from benchmarks import bench_ranks, decide, harness, machine, report, run
 from benchmarks import bench_step_vs_trl as step
 from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
-from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, QUOTED, Config
+from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, GPU_TUNING, QUOTED, Config
+from benchmarks.contestants import CONTESTANTS
 from dapo_kernels.backends.registry import Default
 from docs import loss_picture as picture
 
@@ -178,22 +180,50 @@ def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     assert "| TRL | out of the box | 40.00 | 1000 | 25 | 0.62 |" in page
 
 
-def times(vocab: int, cuda: float | None, dtype: str = "bfloat16", level: str = "logits", mode: str = "train") -> Any:
+def times(
+    vocab: int,
+    cuda: float | None,
+    dtype: str = "bfloat16",
+    level: str = "logits",
+    mode: str = "train",
+    new: float = 1.0,
+) -> Any:
+    """A configuration in which triton takes 1 ms; ``new``: cuda's time with a new gradient."""
     medians = {decide.TRITON: 1.0, decide.CUDA: cuda}
+    medians |= dict(zip(decide.NEW_GRADIENTS, (1.0, new), strict=True)) if level == "logits" and mode == "train" else {}
     rows = [{"name": n, "status": "ok" if t else "failed", "median_ms": t} for n, t in medians.items()]
     return {"fields": {"mode": mode, "level": level, "dtype": dtype, "vocab": vocab}, "rows": rows}
 
 
+def decided(*records: Any) -> list[tuple[str, bool, int]]:
+    """The kinds of calls that cuda takes, and from which vocabulary on; of one dtype."""
+    rows = decide.decide(records, (9, 0))
+    assert all(row.backend == "cuda" and row.dtypes == (torch.bfloat16,) for row in rows)
+    return [(*row.calls, bool(row.aligned), row.vocab) for row in rows]
+
+
 def test_cuda_takes_the_rows_in_which_it_is_faster() -> None:
     big, small = times(151_936, 0.8), times(32_000, 0.9)
-    assert decide.decide([big, small]) == [decide.Row(32_000, ("bfloat16",), (0.8, 0.9))]
-    assert decide.decide([big, times(32_000, 0.99)]) == [decide.Row(151_936, ("bfloat16",), (0.8,))]
-    assert decide.decide([times(151_936, 1.0), small]) == []  # not faster above
-    assert decide.decide([big, times(151_936, 1.2)]) == []  # the worst of two sizes
-    assert decide.decide([times(151_936, 1.2), big]) == []
-    assert decide.decide([big, times(151_936, 1.1, level="hidden")]) == []
-    assert decide.decide([big, times(151_936, 1.2, mode="forward")]) != []
-    assert decide.decide([times(151_936, None)]) == decide.decide([]) == []
+    assert decided(big, small) == [("in place", True, 32_000)]
+    assert decided(big, times(32_000, 0.99)) == [("in place", True, 151_936)]
+    assert decided(times(151_936, 1.0), small) == []  # not faster above
+    assert decided(big, times(151_936, 1.2)) == []  # the worst of two sizes
+    assert decided(times(151_936, 1.2), big) == []
+    assert decided(times(151_936, None)) == decided() == []
+
+
+def test_each_kind_of_call_is_decided_by_itself() -> None:
+    """As on an H200: cuda is faster in place on aligned rows, and slower on others and without a gradient."""
+    aligned = times(32_000, 0.72, new=1.1), times(151_936, 0.91, new=1.2), times(151_936, 1.55, mode="forward")
+    odd = times(50_257, 1.6, new=0.9), times(262_143, 2.3, new=0.8), times(262_143, 0.5, mode="forward")
+    hidden = times(151_936, 0.98, level="hidden"), times(151_936, 0.9, level="hidden", mode="forward")
+    assert decided(*aligned) == [("in place", True, 32_000)]
+    assert decided(*odd) == [("new gradient", False, 50_257), ("no gradient", False, 262_143)]
+    assert decided(*hidden) == [("hidden, no gradient", True, 151_936)]
+    assert set(decided(*aligned, *odd, *hidden)) == {*decided(*aligned), *decided(*odd), *decided(*hidden)}
+    # An odd vocabulary and a dtype: 4 float32 logits are 16 bytes, 4 in bfloat16 are not.
+    assert decide.decide([times(100, 0.5, "float32")], (9, 0))[0].aligned
+    assert not decide.decide([times(100, 0.5)], (9, 0))[0].aligned
 
 
 def test_the_decision_is_source_for_the_registry() -> None:
@@ -204,6 +234,16 @@ def test_the_decision_is_source_for_the_registry() -> None:
     text = decide.text([results, {"records": [tuned]}], ["gpu-h100.json"])
     scope: dict[str, Any] = {"Default": Default, "torch": torch}
     exec(text, scope)
-    both = Default("cuda", (9, 0), 151_936, (torch.bfloat16, torch.float32))
+    both = Default("cuda", (9, 0), 151_936, (torch.bfloat16, torch.float32), ("in place",), True)
     assert scope["CUDA_DEFAULTS"] == (both, Default("triton"))
-    assert f"0.50 of the built-in launch's time: {decide.TUNINGS[0].name}" in text
+    assert f"0.50 {decide.TUNINGS[0].name}" in text
+    assert f"1.00 {decide.NEW_GRADIENTS[0]}" in text
+    assert "# new gradient, aligned rows, bfloat16: V=32000 1.00, V=151936 1.00" in text
+
+
+def test_stage_4_measures_every_kind_of_call_from_logits() -> None:
+    pairs = {(c.mode, c.dtype, c.vocab * c.torch_dtype.itemsize % 16 == 0) for c in GPU_TUNING}
+    assert pairs == set(itertools.product(("train", "forward"), ("bfloat16", "float32"), (True, False)))
+    compared = {decide.TRITON, decide.CUDA, *decide.NEW_GRADIENTS}
+    assert all(compared <= set(config.contestants or ()) for config in GPU_TUNING)
+    assert {c.name for c in CONTESTANTS} >= compared

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dapo_kernels
 from dapo_kernels import use_backend
 from dapo_kernels.backends import covers, registry
 from docs.models import cuda_sass
@@ -40,8 +41,50 @@ def test_the_first_row_of_the_defaults_that_fits_decides(monkeypatch: pytest.Mon
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         given = (torch.device("cuda"), dtype, vocab)
-        assert registry._cuda_default(*given, (hopper, registry.Default("triton"))) == expected
         assert registry._cuda_default(*given) == "triton"
+        monkeypatch.setattr(registry, "CUDA_DEFAULTS", (hopper, registry.Default("triton")))
+        assert registry._cuda_default(*given) == expected
+        monkeypatch.undo()
+
+
+def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each public function states its own, and the rows' distance."""
+    seen: list[str] = []
+
+    def default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, stride: int) -> str:
+        rows = (
+            registry.Default("in place, aligned", calls=("in place",), aligned=True),
+            registry.Default("in place, other", calls=("in place",), aligned=False),
+            *(registry.Default(name, calls=(name,), aligned=True) for name in registry.CALLS[1:]),
+            registry.Default("other"),
+        )
+        monkeypatch.setattr(registry, "CUDA_DEFAULTS", rows)
+        seen.append(registry._cuda_default(device, dtype, vocab, call, stride))
+        return "torch"
+
+    monkeypatch.setattr(registry, "_default", default)
+    ids, advantages = torch.tensor([0, 1]), torch.ones(2)
+    for vocab, in_place, needs_gradient, loss, stats in (
+        (8, True, True, "in place, aligned", "new gradient"),
+        (7, True, True, "in place, other", "other"),
+        (8, False, True, "new gradient", "new gradient"),
+        (8, True, False, "no gradient", "no gradient"),
+    ):
+        seen.clear()
+        logits = (torch.zeros(2, vocab).requires_grad_(needs_gradient)) * 1
+        dapo_kernels.dapo_loss(logits, ids, None, advantages, inplace_backward=in_place)
+        logits = (torch.zeros(2, vocab).requires_grad_(needs_gradient)) * 1
+        bounds = torch.tensor([0, 2])
+        dapo_kernels.dapo_loss(
+            logits, ids, None, advantages, objective="gspo", cu_seqlens=bounds, inplace_backward=in_place
+        )
+        dapo_kernels.token_logprobs(logits, ids, inplace_backward=in_place)
+        assert seen == [loss, stats, stats], (vocab, in_place, needs_gradient)
+    seen.clear()
+    hidden, weight = torch.zeros(2, 4), torch.zeros(7, 4).requires_grad_()
+    dapo_kernels.linear_token_logprobs(hidden, weight, ids)
+    dapo_kernels.linear_token_logprobs(hidden, weight.detach(), ids)
+    assert seen == ["hidden", "hidden, no gradient"]
 
 
 @pytest.mark.parametrize(
