@@ -3,6 +3,10 @@
 # and go on with the stages of benchmarks/gpu.py where the last call stopped. The installed environment is not changed.
 # What cannot be installed or built is named in gpu-0-setup.txt; the stages go on with the rest.
 #
+# A machine without a network takes the parts of `make gpu-bundle ALL=1` one a call, each with stages that do not need
+# the later ones (docs/cuda.md). quack's rows and Liger's scaled cross-entropy need all parts:
+#   part 1: STAGE=4,1     part 2: STAGE=5,6     part 3: STAGE=2,3
+#
 #   PYTHON     the interpreter whose torch sees the GPU (default: python3)
 #   STAGE      run these stages only, in this order: 2,3 (default: all that are not finished)
 #   WHEELS     a folder of wheels, for a machine without a network (default: build/gpu-bundle, if it is there)
