@@ -201,7 +201,7 @@ GenerateFunction = Callable[[SequenceOf[Prompt], SequenceOf[SamplingParams]], li
 class Verdict:
     """What a reward function returns for one completion."""
 
-    correct: bool  # decides evaluation, and dynamic sampling unless filter_on is reward
+    correct: bool  # decides evaluation, and dynamic sampling unless filter_groups is reward
     extracted: str | None = None  # the normalised answer; None if no answer was found
     rule: str = ""  # e.g. "answer-line", "boxed", "none"
     value: float | None = None  # the reward; None means the configured reward of a correct or incorrect response

@@ -117,7 +117,7 @@ def _name_of(annotation: Any) -> str:
     if origin is Annotated:
         return _name_of(arguments[0])
     if origin is Literal:
-        return ", ".join(map(str, arguments))
+        return ", ".join(map(spell, arguments))
     if origin in (Union, UnionType):
         return " or ".join(map(_name_of, arguments))
     if origin in (list, tuple):

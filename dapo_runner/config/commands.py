@@ -128,11 +128,12 @@ class StudyConfig(Section):
 
 
 class ConvertConfig(AuxiliaryModel, ProblemsConfig):
-    """The model that rewrites problems, and the data set to read: docs/convert-answers.md."""
+    """The model that rewrites problems, and the data set to read: docs/convert-answers.md.
+
+    A reply has up to 8192 tokens; `options.max_tokens` sets another limit.
+    """
 
     url: str  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
-    chat_template_kwargs: dict[str, Plain] = {}  # {enable_thinking: false} turns off a model's thinking
-    max_tokens: PositiveInt = 8192  # of a reply
     concurrency: PositiveInt = 16  # requests at a time
 
     def checks(self) -> Iterator[Check]:

@@ -15,7 +15,6 @@ class EnvironmentConfig(Section):
     max_turns: PositiveInt = 8  # turns of the policy in an episode
     max_turn_tokens: PositiveInt | None = None  # per turn; null: the rest of rollout.max_response_tokens
     timeout_seconds: PositiveFloat = 60.0  # of an environment between two turns; slower episodes are left out
-    concurrency: PositiveInt = 64  # environment calls at the same time, in each round of rollouts
     max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail
 
     def checks(self) -> Iterator[Check]:

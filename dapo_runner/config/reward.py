@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 from dapo_runner.config.section import BelowOne, Check, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
@@ -35,7 +34,6 @@ RULES = ("dapo", "gsm8k", "integer", "math", "choice", "exact", "fuzzy", "json",
 
 class JudgePrompt(Section):
     template: str = JUDGE_TEMPLATE  # the judge's prompt, with {problem}, {response}, {reference}
-    system: str | None = None  # a system message before the prompt
     answers: tuple[str, str] = ("YES", "NO")  # the words for correct and incorrect
 
     def checks(self) -> Iterator[Check]:
@@ -72,8 +70,7 @@ class JudgeConfig(AuxiliaryModel, JudgePrompt):
 
 class OverlongConfig(Section):
     soft_punishment: bool = True  # subtract a penalty that grows over the last cache_length tokens (Eq. 13)
-    max_length: PositiveInt | None = None  # L_max of Eq. 13; null: rollout.max_response_tokens
-    cache_length: PositiveInt = 4096  # L_cache of Eq. 13: the last tokens, over which the penalty grows to −1
+    cache_length: PositiveInt = 4096  # L_cache of Eq. 13, the last tokens of L_max = rollout.max_response_tokens
     filter: bool = False  # mask truncated samples in the loss
 
 
@@ -115,11 +112,11 @@ class RewardConfig(Section):
     parts: list[RewardPart] = []  # several rewards instead of one; the first decides correctness
     correct: float = 1.0  # reward of a correct response
     incorrect: float = -1.0  # reward of an incorrect response
-    json_schema: Path | None = None  # kind json: a file; null: each row's answer is its schema
-    deadline: PositiveFloat = 10.0  # kinds math, json, code, reasoning_gym: seconds for one response
+    # seconds for one response (kinds math, json, code, reasoning_gym; null: 10), or for one call of a function or a
+    # judge's API (null: 300)
+    deadline: PositiveFloat | None = None
     workers: PositiveInt = 2  # kinds math, json, code, reasoning_gym: worker processes
     memory_mb: PositiveInt = 1024  # kind code: memory of one program
-    plugin_deadline: PositiveFloat | None = 300.0  # seconds for a call of a function or a judge's API; null: no limit
     calls: CallsConfig = CallsConfig()
     judge: JudgeConfig | None = None  # the model of kind judge
     overlong: OverlongConfig = OverlongConfig()
@@ -129,6 +126,16 @@ class RewardConfig(Section):
     def uses(self) -> list[str]:
         """The rules and functions in use. The first decides correctness."""
         return [part.use for part in self.parts] or [self.kind]
+
+    @property
+    def rule_deadline(self) -> float:
+        """Seconds for one response in a worker process."""
+        return self.deadline or 10.0
+
+    @property
+    def call_deadline(self) -> float:
+        """Seconds for one call of a function or a judge's API."""
+        return self.deadline or 300.0
 
     def checks(self) -> Iterator[Check]:
         yield "kind", self.kind in RULES or ":" in self.kind, f"one of {', '.join(RULES)} or module:function"

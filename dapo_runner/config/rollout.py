@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from dapo_runner.config.section import (
     Check,
@@ -19,6 +19,7 @@ from dapo_runner.config.section import (
     PositiveInt,
     Section,
     Share,
+    read_plain,
 )
 from dapo_runner.types import SamplingParams
 
@@ -193,22 +194,21 @@ class RolloutConfig(SamplingConfig):
 class CurriculumConfig(Section):
     """The order of training prompts: dapo_runner.data.curriculum."""
 
-    requires = {"by=column": "column start steps", "by=pass_rate": "rest"}
+    requires = {"column": "start steps", "!column": "rest"}
 
-    by: Literal["column", "pass_rate"]  # difficulty from a column of the data, or from the pass rate so far
-    column: str = "difficulty"  # by column: a number per row, larger for harder problems
-    start: Share = 0.25  # by column: the run starts with this easiest share of the prompts
-    steps: PositiveInt = 100  # by column: rollout steps until all prompts are used
-    rest: PositiveInt = 2  # by pass_rate: epochs to skip a prompt after all its samples were correct, or all incorrect
+    column: str | None = None  # a number per row, larger for harder problems; null: the pass rate so far
+    start: Share = 0.25  # column: the run starts with this easiest share of the prompts
+    steps: PositiveInt = 100  # column: rollout steps until all prompts are used
+    rest: PositiveInt = 2  # pass rate: epochs to skip a prompt after all its samples were correct, or all incorrect
 
 
 class SamplerConfig(Section):
-    requires = {"!advantage.segments rollout.engine=server": "oversample", "filter_groups": "filter_on"}
+    requires = {"!advantage.segments rollout.engine=server": "oversample"}
 
     prompts_per_step: PositiveInt = 512  # accepted groups per step
-    filter_groups: bool = True  # dynamic sampling; False trains on every group
-    # accept groups with correct and incorrect samples, or with varying reward (without the length penalty);
-    filter_on: Literal["correctness", "reward"] | None = None  # null: reward with reward.parts, else correctness
+    # dynamic sampling: accept groups with correct and incorrect samples, or with varying reward (without the length
+    # penalty). true: reward with reward.parts, else correctness; false: accept every group
+    filter_groups: Annotated[Literal[True, False, "correctness", "reward"], BeforeValidator(read_plain)] = True
     initial_acceptance: Share = 1 / 3  # expected share of accepted groups before the first round (paper: 512 of 1536)
     max_rounds: PositiveInt = 10  # generation rounds per step
     # prompts submitted per prompt needed; once enough are completed, the others are dropped

@@ -60,21 +60,25 @@ class RunConfig(JobConfig):
 
 
 class RolloutLogConfig(Section):
-    """Which responses of each step and each evaluation are saved for `dapo show`."""
+    """Which responses of each step and each evaluation are saved for `dapo show`. Trackers get the first 8 groups."""
 
     groups: NonNegativeInt | None = 32  # save the first groups in the order of their prompts; null: all, 0: none
     per_token: bool = False  # also save each trained token with its log-probs, entropy, ratio and clip
 
 
 class LoggingConfig(Section):
-    requires = {"rollout.group_size": "rollouts samples"}  # dapo sft has no rollouts
+    requires = {"rollout.group_size": "rollouts"}  # dapo sft has no rollouts
 
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live in a terminal, else plain
     rollouts: RolloutLogConfig = RolloutLogConfig()
     # trackers that also receive the metrics
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dapo"  # project in the trackers; for MLflow the experiment
-    samples: NonNegativeInt = 8  # responses per step and evaluation in the trackers' tables; 0: none. Not in dapo sft
+
+    @property
+    def n_samples(self) -> int:
+        """Number of responses in the trackers' table of a step or an evaluation, each of another group."""
+        return 8 if self.rollouts.groups is None else min(8, self.rollouts.groups)
 
 
 class TrainingConfig(Section):

@@ -20,18 +20,18 @@ def _read_number(value: Any) -> Any:
     return value
 
 
-def _read_plain(value: Any) -> Any:
+def read_plain(value: Any) -> Any:
     """Return the number, boolean or text that a YAML text stands for, also inside a list or a mapping."""
     if isinstance(value, Mapping):
-        return {key: _read_plain(item) for key, item in value.items()}
+        return {key: read_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return tuple(map(_read_plain, value))
+        return tuple(map(read_plain, value))
     number = _read_number(value)
     return SWITCHES.get(number.lower(), number) if isinstance(number, str) else number
 
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-Plain = Annotated[Any, BeforeValidator(_read_plain)]  # for a setting of any type
+Plain = Annotated[Any, BeforeValidator(read_plain)]  # for a setting of any type
 Int = Annotated[int, BeforeValidator(_read_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]

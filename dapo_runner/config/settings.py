@@ -96,8 +96,10 @@ class Config(TrainingConfig):
     @property
     def filter_on(self) -> Literal["correctness", "reward"]:
         """What decides whether a group is accepted. The default is reward with `reward.parts`, else correctness."""
-        summed = self.reward.parts and self.sampler.filter_groups
-        return self.sampler.filter_on or ("reward" if summed else "correctness")
+        chosen = self.sampler.filter_groups
+        if isinstance(chosen, bool):
+            return "reward" if chosen and self.reward.parts else "correctness"
+        return chosen
 
     @property
     def max_age(self) -> int:
@@ -113,11 +115,6 @@ class Config(TrainingConfig):
     def longest_sequence(self) -> int:
         """Maximum number of tokens in a prompt and its response, in training and evaluation."""
         return self.rollout.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_tokens)
-
-    @property
-    def overlong_max_length(self) -> int:
-        """L_max of Eq. 13 of the DAPO paper, in tokens."""
-        return self.reward.overlong.max_length or self.rollout.max_response_tokens
 
     @property
     def tree(self) -> TreeShape | None:
@@ -148,9 +145,7 @@ def resolved(config: Config) -> dict[str, Any]:
     """Return what the settings that are null in ``config`` resolve to, by dotted key."""
     values = {
         "data.template": config.data.prompt_template,
-        "sampler.filter_on": config.filter_on,
         "sampler.max_age": config.max_age,
-        "reward.overlong.max_length": config.overlong_max_length,
         "optimizer.mini_batch_size": config.mini_batch_size,
         "evaluation.max_response_tokens": config.evaluation_tokens,
     }
@@ -159,11 +154,10 @@ def resolved(config: Config) -> dict[str, Any]:
 
 def _sizes(config: Config) -> Iterator[Check]:
     overlong, rollout, preference = config.reward.overlong, config.rollout, config.preference
-    limit, l_max, size = rollout.max_response_tokens, config.overlong_max_length, config.mini_batch_size
-    if overlong.soft_punishment:
-        yield "reward.overlong.max_length", l_max <= limit, f"at most rollout.max_response_tokens={limit}"
-        fits = overlong.cache_length < l_max
-        yield "reward.overlong.cache_length", fits, f"less than L_max={l_max} (or soft_punishment=false)"
+    limit, size = rollout.max_response_tokens, config.mini_batch_size
+    fits = overlong.cache_length < limit or not overlong.soft_punishment
+    needs = f"less than rollout.max_response_tokens={limit} (or soft_punishment=false)"
+    yield "reward.overlong.cache_length", fits, needs
     trained = config.trained_per_step
     fits = trained % size == 0
     yield "optimizer.mini_batch_size", fits, f"a divisor of the {trained} responses that a step trains on"
@@ -235,7 +229,7 @@ def _training(config: Config) -> Iterator[Check]:
     gives_rewards = config.env is not None and config.env.kind is not None
     needs_answers = not gives_rewards and config.distillation is None
     if data.columns is not None and data.columns.answer is None and needs_answers:
-        rules = set(config.reward.uses) & set(RULES) - ({"json"} if config.reward.json_schema else set())
+        rules = set(config.reward.uses) & set(RULES)
         yield "data.columns.answer", not rules, f"a column, which reward {', '.join(sorted(rules))} reads"
 
 
@@ -261,9 +255,9 @@ def cautions(config: Config) -> Iterator[str]:
         yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
     is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym" or config.env is not None
-    if is_graded and sampler.filter_groups and sampler.filter_on is None:
+    if is_graded and sampler.filter_groups is True:
         name = f"reward.kind={reward.kind}" if config.env is None else "env"
         yield (
             f"{name}: groups are accepted by correctness, so graded rewards are lost where all "
-            "samples are correct or all incorrect. Set sampler.filter_on=reward to keep them (or =correctness)."
+            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them (or =correctness)."
         )

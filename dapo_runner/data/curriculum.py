@@ -1,11 +1,11 @@
 """Choose which training prompts a step may use. A curriculum skips prompts; the order stays that of the seed.
 
-`by: column` orders the prompts by a number in each row. Step s uses the easiest share of them,
+With `column` the prompts are ordered by a number in each row. Step s uses the easiest share of them,
 start + (1 − start)·(s − 1)/steps, including all prompts as difficult as the last of these. From step `steps` + 1 on it
 uses all prompts.
 
-`by: pass_rate` skips a prompt for `rest` epochs after its samples were all correct or all incorrect. The rate is over
-all samples of the prompt so far. Each later group halves the weight of earlier ones, because the policy has changed.
+Without `column`, a prompt is skipped for `rest` epochs after its samples were all correct or all incorrect. These are
+all its samples so far. Each later group halves the weight of earlier ones, because the policy has changed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> C
     """Return the curriculum. Raises ConfigError if a training row has no difficulty."""
     if config is None:
         return Curriculum()
-    return ByColumn(config, prompts) if config.by == "column" else ByPassRate(config)
+    return ByPassRate(config) if config.column is None else ByColumn(config.column, config, prompts)
 
 
 class ByColumn(Curriculum):
-    def __init__(self, config: CurriculumConfig, prompts: list[Prompt]) -> None:
+    def __init__(self, column: str, config: CurriculumConfig, prompts: list[Prompt]) -> None:
         self.config = config
-        self.difficulty = {prompt.id: _number(prompt, config.column) for prompt in prompts}
+        self.difficulty = {prompt.id: _number(prompt, column) for prompt in prompts}
         self.ordered = sorted(self.difficulty.values())
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:

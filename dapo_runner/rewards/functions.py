@@ -57,7 +57,7 @@ class FunctionReward(CallingReward):
         return [first_error(per_prompt) or list(chain.from_iterable(per_prompt)) for per_prompt in found]
 
     def _judge_part(self, prompt: Prompt, part: Sequence[Completion]) -> list[Verdict | None]:
-        n, within = len(part), self.config.plugin_deadline
+        n, within = len(part), self.config.call_deadline
         if not self.takes_batch:
             returned = [call_within(within, partial(self.function, prompt, part[0]), self.is_async)]
         else:

@@ -122,8 +122,7 @@ class Questioner:
         yes, no = self.prompt.answers
         fields = {name: self.shield(text) for name, text in question._asdict().items()} | {"yes": yes, "no": no}
         text = re.sub("{(" + "|".join(fields) + ")}", lambda found: fields[found[1]], self.prompt.template)
-        system = [] if self.prompt.system is None else [{"role": "system", "content": self.prompt.system}]
-        return [*system, {"role": "user", "content": text}]
+        return [{"role": "user", "content": text}]
 
     def shield(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # without lone surrogates, which tokenizers reject
@@ -226,9 +225,7 @@ class Judge(CallingReward):
         if self.settings.votes:
             fields = {"max_tokens": VOTE_TOKENS, "temperature": 1.0, "seed": vote}
         try:
-            text, tokens = chat(
-                self.settings, self.questioner.messages(question), self.config.plugin_deadline, **fields
-            )
+            text, tokens = chat(self.settings, self.questioner.messages(question), self.config.call_deadline, **fields)
         except HTTPError as error:
             if error.status in DENIED:
                 raise ConfigError(f"reward.judge: expected a valid key, URL and model, got: {error}") from error
@@ -267,7 +264,7 @@ TokenLogprobs = list[tuple[str, float]]
 
 
 def chat(
-    model: AuxiliaryModel, messages: list[dict[str, str]], timeout: float | None, **fields: Any
+    model: AuxiliaryModel, messages: list[dict[str, str]], timeout: float, **fields: Any
 ) -> tuple[str, TokenLogprobs]:
     """Return the reply of a model behind an OpenAI-compatible API, and the likeliest first tokens with their log-probs.
     The reply's own first token comes first.

@@ -134,10 +134,10 @@ class DeadlineError(BaseException):
     """A call took too long. It is not an Exception, so that the called function does not catch it."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"no answer within {seconds:g} s (reward.plugin_deadline)")
+        super().__init__(f"no answer within {seconds:g} s (reward.deadline)")
 
 
-def call_within(seconds: float | None, function: Callable[[], Any], is_async: bool = False) -> Any:
+def call_within(seconds: float, function: Callable[[], Any], is_async: bool = False) -> Any:
     """Call ``function``. Raises DeadlineError if it takes longer.
 
     In the main thread an alarm signal interrupts Python code and blocking calls. Other threads get no signals: there a
@@ -146,8 +146,6 @@ def call_within(seconds: float | None, function: Callable[[], Any], is_async: bo
     """
     if is_async:
         future = asyncio.run_coroutine_threadsafe(function(), _event_loop())
-    elif seconds is None:
-        return function()
     elif threading.current_thread() is threading.main_thread():
         return _call_with_alarm(seconds, function)
     else:
@@ -156,7 +154,7 @@ def call_within(seconds: float | None, function: Callable[[], Any], is_async: bo
         future.cancel()
         if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop())], 1.0).done:
             _event_loop.cache_clear()  # a function blocks the loop: other calls get a new one
-        raise DeadlineError(seconds or 0.0)
+        raise DeadlineError(seconds)
     return future.result()
 
 

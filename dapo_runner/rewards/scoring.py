@@ -1,6 +1,6 @@
 """Score completions: add up their rewards by weight, add the length penalty, and decide which samples train.
 
-Dynamic sampling uses ``Verdict.correct`` unless `sampler.filter_on` is `reward`.
+Dynamic sampling uses ``Verdict.correct`` unless `sampler.filter_groups` is `reward`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ def load_reward(config: RewardConfig, use: str) -> Reward:
         require_package("fuzzy")
         return _compare_by(partial(rules.fuzzy_rule, correct=config.correct, incorrect=config.incorrect))
     if use in ("math", "json"):
-        schema = config.json_schema if use == "json" else None
-        return TextReward(open_rule(use, config.workers, config.deadline, schema).judge_texts)
+        return TextReward(open_rule(use, config.workers, config.rule_deadline).judge_texts)
     if use == "reasoning_gym":
-        rule = open_rule(use, config.workers, config.deadline)
+        rule = open_rule(use, config.workers, config.rule_deadline)
         return TextReward(lambda *pairs: [_scale(verdict, config) for verdict in rule.judge_texts(*pairs)], "task")
     if use == "code":
-        return TextReward(open_code(config.workers, config.deadline, config.memory_mb).judge_texts)
+        return TextReward(open_code(config.workers, config.rule_deadline, config.memory_mb).judge_texts)
     return Judge(config) if use == "judge" else FunctionReward(use, config)
 
 
@@ -65,7 +64,7 @@ def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:
 
 def load_same_answer(config: RewardConfig) -> SameAnswer | None:
     """Return how the `math` rule compares two answers; None for rules that compare the extracted text."""
-    return open_rule("math", config.workers, config.deadline).compare if config.uses[0] == "math" else None
+    return open_rule("math", config.workers, config.rule_deadline).compare if config.uses[0] == "math" else None
 
 
 def reads_answers(config: RewardConfig) -> bool:
@@ -96,7 +95,7 @@ class Scorer:
     """
 
     def __init__(self, config: Config, *, shaped: bool = True) -> None:
-        self.config, self.shaped, self.max_length = config.reward, shaped, config.overlong_max_length
+        self.config, self.shaped, self.max_length = config.reward, shaped, config.rollout.max_response_tokens
         uses = {part.label: part.use for part in self.config.parts} or {"": self.config.kind}
         self.weights = {part.label: part.weight for part in self.config.parts} or {"": 1.0}
         self.rewards = {label: load_reward(self.config, use) for label, use in uses.items()}

@@ -125,20 +125,17 @@ def _verdict_of(judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
 
 
 class TextRule(WorkerRule):
-    """Judge with a rule of ``rule_worker``. A worker judges many texts; one that times out or dies is replaced.
+    """Judge with a rule of ``rule_worker``. A worker judges many texts; one that times out or dies is replaced."""
 
-    ``truth`` replaces the ground truth of every prompt.
-    """
-
-    def __init__(self, rule: str, workers: int, deadline: float, truth: str | None = None) -> None:
+    def __init__(self, rule: str, workers: int, deadline: float) -> None:
         """Raise ConfigError without the rule's package."""
         super().__init__(workers, deadline)
         require_package(rule)
-        self.rule, self.truth = rule, truth
+        self.rule = rule
         self._idle: list[Worker] = []  # the last one is used first, so that no more are started than needed
 
     def judge_one(self, text: str, answer: str) -> Verdict:
-        return self._ask({"text": text, "answer": self.truth or answer})
+        return self._ask({"text": text, "answer": answer})
 
     def compare(self, text: str, others: Sequence[str]) -> list[bool | None]:
         """Return which of ``others`` have the same answer as ``text``; None if the comparison failed."""
@@ -279,19 +276,9 @@ def _lines(text: str) -> list[str]:
 
 
 @cache
-def open_rule(kind: str, workers: int, deadline: float, schema: Path | None = None) -> TextRule:
-    """Return the rule ``kind`` of this process. ``schema`` replaces all ground truths.
-
-    Raises ConfigError.
-    """
-    try:
-        truth = None if schema is None else schema.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"reward.json_schema: expected a file, got {error}") from error
-    rule = TextRule(kind, workers, deadline, truth)
-    if truth is not None:
-        rule.judge_texts(["{}"], [""])  # raises ConfigError for an invalid schema
-    return rule
+def open_rule(kind: str, workers: int, deadline: float) -> TextRule:
+    """Return the rule ``kind`` of this process. Raises ConfigError."""
+    return TextRule(kind, workers, deadline)
 
 
 def require_package(kind: str) -> None:

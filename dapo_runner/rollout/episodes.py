@@ -33,7 +33,7 @@ from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.segments import begin, join
 from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, Turn
 
-MOST_CHARACTERS = 32  # of a message, for each token that an episode may have; longer ones are not even tokenized
+MOST_CHARACTERS, MOST_CALLS = 32, 64  # of a message per token that an episode may have; calls at the same time
 COUNTS = ("episodes", "turns", "failed", "failed_raised", "failed_late", "failed_invalid", "failed_too_long")
 END = "a finite number or None from get_reward, and numbers in counts"
 ANSWER = "(text, messages or None; finite number or None; True or False) from step"
@@ -106,7 +106,7 @@ class EpisodeRunner:
             with closing(engine.open_call(options, progress.set, len(plays))) as asked:
                 while len(found) < len(plays):
                     is_ready = asked.is_ready(not (waiting or deadlines))
-                    while waiting and len(deadlines) < self.config.concurrency:
+                    while waiting and len(deadlines) < MOST_CALLS:
                         key, turn = waiting.popleft()
                         futures[key] = in_thread(partial(plays[key].send, turn))
                         deadlines[key] = time.monotonic() + seconds

@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, Section 3.2, Eq. 11): collect accepted groups until a step is full.
 
-A group is accepted if it has correct and incorrect samples, or with `sampler.filter_on: reward` if its rewards without
-the length penalty vary. Groups are accepted in the order of their prompts, whatever order they were finished in: taking
-the quick ones first would favour short responses. Groups that are left over start the next step.
+A group is accepted if it has correct and incorrect samples, or with `sampler.filter_groups: reward` if its rewards
+without the length penalty vary. Groups are accepted in the order of their prompts, whatever order they were finished
+in: taking the quick ones first would favour short responses. Groups that are left over start the next step.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class GroupBuffer:
         return (
             f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "
             f"Of {n['groups']} groups {n['all_correct']} are all correct, {n['all_incorrect']} all incorrect, "
-            f"{n['varying_reward_only']} of these have varying rewards (sampler.filter_on=reward accepts them); "
+            f"{n['varying_reward_only']} of these have varying rewards (sampler.filter_groups=reward accepts them); "
             f"{n['truncated']} of {n['samples']} samples are truncated (rollout.max_response_tokens)."
         )
 

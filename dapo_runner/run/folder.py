@@ -44,7 +44,7 @@ MAY_CHANGE = (
     *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "optimizer.offload"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.server.", "rollout.probe"),
-    *("reward.workers", "reward.deadline", "reward.plugin_deadline", "reward.calls."),
+    *("reward.workers", "reward.deadline", "reward.calls."),
     *("reward.judge.url", "reward.judge.key_env"),
     # What can help a run that diverges or runs out of prompts.
     "critic.lr",

@@ -85,7 +85,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, st
     [
         ({"rollout": {"temperature": 0.7}}, "rollout.temperature: 1.0 → 0.7"),
         ({"optimizer": {"weight_decay": 0.5, "lr": 1e-5}}, ": optimizer.weight_decay: 0.1 → 0.5. "),
-        ({"sampler": {"curriculum": {"by": "pass_rate"}}}, "sampler.curriculum.by: None → "),
+        ({"sampler": {"curriculum": {"rest": 2}}}, "sampler.curriculum.rest: None → "),
     ],
 )
 def test_anything_else_is_refused(sections: Sections, change: str, source: Path, start: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_papers_recipe_is_the_papers_table() -> None:
     values = flatten(config.model_dump(mode="json"))
     assert flatten(yaml.safe_load(PAPERS_TABLE)).items() <= values.items()
     assert resolve_objective(config) == OBJECTIVES["dapo"]
-    assert (config.mini_batch_size, config.updates_per_step, config.overlong_max_length) == (512, 16, 20480)
+    assert (config.mini_batch_size, config.updates_per_step) == (512, 16)
     assert round(config.sampler.prompts_per_step / config.sampler.initial_acceptance) == 1536
 
 

@@ -59,7 +59,7 @@ CASES: dict[str, list[str]] = {
     "reference": [*STEPS, "loss.overrides.kl_coef=0.1"],
     "options": [
         *("run.steps=4", "optimizer.schedule=cosine", "optimizer.warmup_steps=1", "optimizer.min_lr_ratio=0.1"),
-        *("sampler.curriculum={by: pass_rate, rest: 1}", "rollout.stop=['9']", "rollout.top_k=20"),
+        *("sampler.curriculum.rest=1", "rollout.stop=['9']", "rollout.top_k=20"),
     ],
     "early_stop": ["optimizer.lr=1e-30", "run.early_stop={patience: 3}", "run.eval_every=1", "run.steps=9"],
     "several_rewards": [*STEPS, "reward.parts=[{use: dapo}, {use: 'golden_rewards:parity', weight: 0.5}]"],

@@ -181,7 +181,7 @@ def test_parts_of_a_reward() -> None:
 
 def test_slow_rewards_and_those_of_trl() -> None:
     config = config_of("reward: calls")
-    assert (config.reward.calls.concurrency, config.reward.plugin_deadline) == (128, 30)
+    assert (config.reward.calls.concurrency, config.reward.deadline) == (128, 30)
     assert [sample.base_reward for sample in score(config, "7", "b").samples] == [1.0, 0.0]
     raw = json.loads(config.model_dump_json())
     raw["reward"]["kind"] = "my_rewards:number"

@@ -24,6 +24,7 @@ WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per co
 # Settings that may change when the same command resumes.
 MAY_CHANGE = {"limit", "url", "key_env", "concurrency"}
 RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
+MOST_TOKENS = 8192  # of a reply, unless options.max_tokens is set
 
 Request = tuple[str, list[dict[str, str]]]
 """The key of a problem, and the conversation that the model replies to."""
@@ -136,9 +137,7 @@ def _key_of(problem: Problem) -> str:
 
 def _ask_endpoint(config: ConvertConfig, batch: Sequence[Request]) -> list[str]:
     """Return the replies of an API. Raises HTTPError after all retries."""
-    fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": 0, "seed": 0}
-    if config.chat_template_kwargs:
-        fields["chat_template_kwargs"] = config.chat_template_kwargs
+    fields = {"max_tokens": MOST_TOKENS, "temperature": 0, "seed": 0}
 
     def ask(request: Request) -> str:
         for attempt in range(RETRIES):

@@ -13,20 +13,20 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3557,
-    "rollout": 3326,
-    "training": 2272,
-    "rewards": 1842,
+    "top": 3511,
+    "rollout": 3315,
+    "training": 2260,
+    "rewards": 1811,
     "config": 1780,
-    "algorithms": 1881,
-    "tools": 1515,
-    "logging": 1199,
+    "algorithms": 1858,
+    "tools": 1513,
+    "logging": 1195,
     "preflight": 973,
     "data": 740,
     "environments": 368,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 270
+SETTINGS = 260
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
 TO_BE_SPLIT: set[str] = set()
 

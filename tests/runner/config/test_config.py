@@ -49,7 +49,6 @@ def test_defaults_are_the_papers_and_frozen() -> None:
     config = Config.model_validate({"model": {"path": "m"}, "data": {"path": "d.parquet"}})
     assert (config.sampler.prompts_per_step, config.rollout.group_size) == (512, 16)
     assert config.updates_per_step == 16
-    assert config.overlong_max_length == 20480
     assert config.reward.overlong.cache_length == 4096
     assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.weight_decay) == (1e-6, 20, 0.1)
     assert (config.evaluation.k, config.evaluation.top_p) == (32, 0.7)
@@ -133,8 +132,8 @@ def test_what_is_at_a_limit_is_accepted(overrides: str, tmp_path: Path) -> None:
         ("reward.kind=grades:grade", ["reward.kind=grades:grade"]),
         ("reward.kind=judge reward.judge={model: m}", ["reward.kind=judge"]),
         ("reward.kind=judge reward.judge={model: m, reward: binary}", []),
-        ("reward.kind=grades:grade sampler.filter_on=reward", []),
-        ("reward.kind=grades:grade sampler.filter_on=correctness", []),
+        ("reward.kind=grades:grade sampler.filter_groups=reward", []),
+        ("reward.kind=grades:grade sampler.filter_groups=correctness", []),
         ("reward.kind=grades:grade sampler.filter_groups=false", []),
         ("rollout.engine=server sampler.oversample=2", ["sampler.oversample=2"]),
         ("rollout={engine: server, max_staleness: 2, correction: {weights: token}}", ["rollout.max_staleness=2"]),

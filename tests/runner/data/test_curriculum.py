@@ -35,23 +35,23 @@ def names(prompts: list[Prompt]) -> list[str]:
 
 
 def test_by_column_the_easiest_come_first_in_the_order_of_the_seed() -> None:
-    walk = cursor(by="column", start=0.25, steps=3)
+    walk = cursor(column="difficulty", start=0.25, steps=3)
     for step, n in ((1, 2), (2, 4), (3, 6), (4, 8), (5, 8)):  # prompts in play
         walk.position, walk.epoch = 0, 0
         assert names(walk.take(n, step)) == [name for name in names(cursor().take(8)) if int(name) < n]
     tied = [replace(prompt, row={"level": "2" if prompt.id in "01" else "5"}) for prompt in PROMPTS]
-    assert set(names(cursor(tied, by="column", column="level", start=0.125).take(6))) == {"0", "1"}
+    assert set(names(cursor(tied, column="level", start=0.125).take(6))) == {"0", "1"}
 
 
 @pytest.mark.parametrize("value", [None, "hard", float("nan"), [1]])
 def test_a_row_without_a_difficulty_is_named(value: object) -> None:
     prompts = [*PROMPTS, replace(make_prompt("last"), row={} if value is None else {"difficulty": value})]
     with refused("sampler.curriculum.column"):
-        cursor(prompts, by="column")
+        cursor(prompts, column="difficulty")
 
 
 def by_pass_rate(**values: Any) -> ByPassRate:
-    return ByPassRate(CurriculumConfig(by="pass_rate", **values))
+    return ByPassRate(CurriculumConfig(**values))
 
 
 def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str]:
@@ -68,7 +68,7 @@ def test_by_pass_rate_what_is_solved_or_hopeless_rests() -> None:
     pattern["0"] = "RRWW"
     later = [ask(curriculum, epoch, pattern) for epoch in range(4, 8)]
     assert later == [rested, rested, every, ["0", *rested]]
-    walk = cursor(by="pass_rate", rest=3)  # when all rest, it goes on to when they do not
+    walk = cursor(rest=3)  # when all rest, it goes on to when they do not
     walk.observe([make_group("RRRR", prompt.id) for prompt in walk.take(8)])
     assert (len(walk.take(8)), walk.epoch) == (8, 4)
 
@@ -87,7 +87,7 @@ def test_the_pass_rate_fades() -> None:
 def test_a_resume_is_exact(answers: list[str], stop: int) -> None:
     def sampler() -> DynamicSampler:
         config = make_config(sampler={"prompts_per_step": 2, "max_rounds": 3, "on_exhausted": "train_partial"})
-        return DynamicSampler(cursor(by="pass_rate", rest=1), GroupBuffer(config))
+        return DynamicSampler(cursor(rest=1), GroupBuffer(config))
 
     def run(of: DynamicSampler, n: int) -> list[list[str]]:
         """The prompts that are asked, and those of each step."""
@@ -108,7 +108,7 @@ def test_a_resume_is_exact(answers: list[str], stop: int) -> None:
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
     assert run(second, 3) == run(whole, 3)
-    with_one, without = cursor(by="pass_rate"), cursor()
+    with_one, without = cursor(rest=2), cursor()
     assert without.state_dict().keys() == {"epoch", "position", "seed", "data"}
     with_one.load_state_dict(without.state_dict())  # an old checkpoint, or a fork
     without.load_state_dict(with_one.state_dict())
@@ -116,7 +116,7 @@ def test_a_resume_is_exact(answers: list[str], stop: int) -> None:
 
 def test_a_dry_run_checks_the_column(tmp_path: Path, dapo: Dapo) -> None:
     command = ["train", write_recipe(tmp_path, steps=1), "--dry-run"]
-    chosen = "sampler.curriculum={by: column, start: 0.5, steps: 2, column: "
+    chosen = "sampler.curriculum={start: 0.5, steps: 2, column: "
     dapo(*command, f"{chosen}difficulty}}")
     dapo.refuses("sampler.curriculum.column", *command, f"{chosen}level}}")
 
@@ -125,6 +125,6 @@ def test_a_dry_run_checks_the_column(tmp_path: Path, dapo: Dapo) -> None:
 def test_the_share_is_not_rounded_up_by_floats(start: int, steps: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(1, steps))
     prompts = [replace(make_prompt(str(i)), row={"difficulty": i}) for i in range(100)]
-    curriculum = make_curriculum(CurriculumConfig(by="column", start=start / 100, steps=steps), prompts)
+    curriculum = make_curriculum(CurriculumConfig(column="difficulty", start=start / 100, steps=steps), prompts)
     wanted = -(-(start * steps + (100 - start) * (step - 1)) // steps)  # in integers
     assert sum(curriculum.admits(prompt, step, 0) for prompt in prompts) == wanted

@@ -221,7 +221,7 @@ def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> 
 def test_console_and_picture_show_the_groups_that_the_filter_accepts(
     filter_on: str, shown: str, hidden: str, heights: list[float]
 ) -> None:
-    """With `sampler.filter_on: reward` most are all correct here, and trained on."""
+    """With `sampler.filter_groups: reward` most are all correct here, and trained on."""
     figures = sampling_metrics(STATS, filter_on)
     step = written("plain", False, FIGURES | figures).splitlines()[0]
     assert shown in step

@@ -60,7 +60,7 @@ def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def test_runs_begin_as_on_one_process(tmp_path: Path, warm: Path, model_folder: Path) -> None:
     """The same evaluation, samples and first step; what is distilled from judges on ranks is the same."""
-    judge = [*JUDGE, f"reward.judge.model={model_folder}", "sampler.filter_on=reward"]
+    judge = [*JUDGE, f"reward.judge.model={model_folder}", "sampler.filter_groups=reward"]
     kinds = {"plain": [], "episodes": EPISODES, "judge": judge, **SEGMENTS}
     kinds = {kind: ["model.dtype=float32", "run.steps=1", *overrides] for kind, overrides in kinds.items()}
     layouts: list[tuple[int, str, list[str]]] = [

@@ -126,7 +126,7 @@ async def meet_async():
 {OVERLAPPED[how]}"""
     calls = {"retries": 0, "concurrency": 16 if how == "a thread each" else None}
     n, k = (4, 4) if how == "coroutines of one response" else (16, 2)
-    assert rewards(Scorer(config_of(body, calls=calls, plugin_deadline=LIMIT))(*batch(n, k))) == [[1.0] * k] * n
+    assert rewards(Scorer(config_of(body, calls=calls, deadline=LIMIT))(*batch(n, k))) == [[1.0] * k] * n
 
 
 def test_training_and_evaluation_do_not_call_a_reward_at_the_same_time(config_of: MakeConfig) -> None:
@@ -223,9 +223,9 @@ HANGING = {
 @pytest.mark.parametrize("how", [*HANGING, "async"])
 def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, how: str) -> None:
     body = textwrap.indent(textwrap.dedent(HANGING.get(how, "await asyncio.sleep(60)")), "    ")
-    config = config_of(f"{'async ' * (how == 'async')}def reward(p, c, r):\n{body}", plugin_deadline=0.2)
+    config = config_of(f"{'async ' * (how == 'async')}def reward(p, c, r):\n{body}", deadline=0.2)
     before = signal.getsignal(signal.SIGALRM)
-    with refused("reward.plugin_deadline", RewardError):
+    with refused("reward.deadline", RewardError):
         Scorer(config)(*batch(1, 1))
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -233,18 +233,14 @@ def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, h
 
 def test_a_deadline_holds_in_any_thread_and_leaves_nothing_behind(config_of: MakeConfig) -> None:
     """With `rollout.max_staleness` responses are scored beside the main thread, where no alarm comes."""
-    config = config_of(
-        "def reward(p, c, r):\n    time.sleep(600 * r[0]['number'])\n    return [1.0]", plugin_deadline=1.0
-    )
+    config = config_of("def reward(p, c, r):\n    time.sleep(600 * r[0]['number'])\n    return [1.0]", deadline=1.0)
     (quick, slow), (completion, _) = batch(2, 1)
     with ThreadPoolExecutor(1) as threads:
         for score in (Scorer(config), lambda *both: threads.submit(Scorer(config), *both).result()):
             assert rewards(score([quick], [completion])) == [[1.0]]
             assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-        with refused("reward.plugin_deadline", RewardError):
+        with refused("reward.deadline", RewardError):
             score([slow], [completion])
-    endless = config_of("def reward(p, c): return 1.0", plugin_deadline=None)
-    assert rewards(Scorer(endless)([quick], [completion])) == [[1.0]]
 
 
 def test_calls_after_one_that_blocks_the_event_loop_are_answered() -> None:

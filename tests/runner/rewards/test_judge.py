@@ -35,7 +35,7 @@ LIMIT = 60.0  # seconds for an answer on a busy machine
 
 
 def config_of(judge: dict[str, Any], **reward: Any) -> Config:
-    common = {"calls": {"retries": 0}, "plugin_deadline": LIMIT, "overlong": {"soft_punishment": False}}
+    common = {"calls": {"retries": 0}, "deadline": LIMIT, "overlong": {"soft_punishment": False}}
     return make_config(reward={"kind": "judge", "judge": {"model": "m", **judge}, **common, **reward})
 
 
@@ -82,15 +82,14 @@ def test_its_confidence_is_the_reward() -> None:
 
 
 def test_binary_and_the_whole_response() -> None:
-    judge = {"reward": "binary", "shows": "response", "system": "You judge.", "answers": ["1", "0"]}
+    judge = {"reward": "binary", "shows": "response", "answers": ["1", "0"]}
     with FakeAPI(lambda body: says("1", **{"1": 0.6, "0": 0.2})) as api:
         scorer = Scorer(at(api, {**judge, "options": {"top_k": 1, "temperature": None}}, correct=2.0))
         (sample,) = scorer(*batch("x" * 9999 + "first\nlast"))[0].samples
     assert (sample.base_reward, sample.verdict.value) == (2.0, None)
     (body,) = api.bodies
     assert asked(body, "response") == "x" * (MAX_CHARACTERS - 10) + "first\nlast"
-    assert body["messages"][0] == {"role": "system", "content": "You judge."}
-    assert "1 or 0" in body["messages"][1]["content"]
+    assert "1 or 0" in body["messages"][0]["content"]
     assert (body["top_k"], "temperature" in body) == (1, False)
 
 
@@ -177,10 +176,10 @@ def test_a_request_that_fails_is_never_a_reward_of_0_and_not_saved(what: str, tm
 
     within = 0.5 if what == "late" else LIMIT
     with FakeAPI(reply) as api:
-        config = at(api, plugin_deadline=within, calls={"retries": 0, "max_failed": 0.3})
+        config = at(api, deadline=within, calls={"retries": 0, "max_failed": 0.3})
         scorer = Scorer(config)
         scorer.judge.known.open(tmp_path)
-        for score in (Scorer(at(api, plugin_deadline=within)), scorer.unshaped()):
+        for score in (Scorer(at(api, deadline=within)), scorer.unshaped()):
             with pytest.raises(RewardError) as caught:
                 score(*batch("0.8", prompts=3))
             assert "prompt p1" in str(caught.value)
@@ -359,9 +358,9 @@ def test_a_model_of_nan_fails(reward: str, of_here: dict[str, Any], model_folder
 def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], tmp_path: Path, dapo: Dapo) -> None:
     with refused("reward.judge.answers"):
         Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
-    judge = Judge(config_of({**of_here, "system": "You judge."}).reward)
+    judge = Judge(config_of(of_here).reward)
     judge.check()
-    judge.model.tokenizer.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"
+    judge.model.tokenizer.chat_template = "{{ raise_exception('no user role') if messages[0].role == 'user' }}"
     with refused("reward.judge"):
         judge.check()
     dapo("train", write_recipe(tmp_path), "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run", code=2)
@@ -371,7 +370,7 @@ def run_with(judge: dict[str, Any], folder: Path) -> Config:
     raw = small_recipe(output_dir=str(folder), name="judged", steps=2, save_every=1)
     raw["model"] = {"path": judge["model"], "dtype": "float32"}
     raw["reward"] |= {"kind": "judge", "judge": judge}
-    raw["sampler"] |= {"filter_on": "reward"}
+    raw["sampler"] |= {"filter_groups": "reward"}
     return parse_config(raw)
 
 

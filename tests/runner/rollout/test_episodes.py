@@ -348,11 +348,12 @@ class Gated(talkers.Talker):
         return super().reset(row)
 
 
-def test_calls_at_the_same_time_are_limited() -> None:
+def test_calls_at_the_same_time_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo_runner.rollout.episodes.MOST_CALLS", 3)
     tokenizer = chat_tokenizer()
     engine, runner = (
         Scripted(tokenizer, SPOKEN),
-        EpisodeRunner(config_of(f"{__name__}:Gated", concurrency=3), tokenizer),
+        EpisodeRunner(config_of(f"{__name__}:Gated"), tokenizer),
     )
     given = [prompt_of(tokenizer)], [replace(SAMPLING, n=12)], DEFAULT_OPTIONS
     RELEASE.clear()
@@ -373,8 +374,7 @@ class Half(talkers.Silent):
 
 
 def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policys_tokens() -> None:
-    overlong = {"overlong": {"cache_length": 8, "max_length": 16}}
-    group = score(run("Talker")[0], reward=overlong)
+    group = score(run("Talker")[0], reward={"overlong": {"cache_length": 8}}, rollout={"max_response_tokens": 16})
     paid, figures, n = group.samples[0], batch_metrics([group]), run("Talker")[0][0].length
     assert (paid.base_reward, paid.correct, paid.length_penalty) == (1.75, True, -0.5)  # of 12 tokens, not of 80
     wanted = {"length": 12, "length_max": 12, "turns": 3, "environment_tokens": n - 12}

@@ -137,7 +137,7 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
     each = (make_sample(reward >= 0.5, penalty=-index / 8) for index, reward in enumerate(rewards))
     samples = tuple(replace(sample, base_reward=reward) for sample, reward in zip(each, rewards, strict=True))
     for filter_on, n_accepted in (("correctness", by_correctness), ("reward", by_reward)):
-        sampler = make_sampler(filter_on=filter_on, on_exhausted="train_partial", max_rounds=3)
+        sampler = make_sampler(filter_groups=filter_on, on_exhausted="train_partial", max_rounds=3)
         step = sampler.next(Engine(lambda i: samples))
         assert len(step.groups) == n_accepted
         assert (sampler.buffer.acceptance > 0.5) == (n_accepted > 0)
