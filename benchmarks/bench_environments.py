@@ -29,7 +29,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rollout.engine import BatchCall, Groups, engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
-from dapo_runner.types import DEFAULT_OPTIONS, Group, Prompt, Sample, SamplingParams, Verdict
+from dapo_runner.types import DEFAULT_OPTIONS, Group, Prompt, Sample, SamplingParams, Verdict, make_requests
 
 QUESTION = "Tell me a story about a lighthouse, a storm and a very small boat."
 
@@ -104,13 +104,12 @@ class Bench:
 
     def one_turn(self) -> Groups:
         limit = self.options.turns * self.options.tokens
-        return self.engine.generate(self.opened, SamplingParams(n=GROUP, max_tokens=limit))
+        return self.engine.generate(make_requests(self.opened, SamplingParams(n=GROUP, max_tokens=limit)))
 
     def several(self, seconds: float = 0.0) -> Groups:
         Listener.seconds = seconds
         sampling = SamplingParams(n=GROUP, max_tokens=self.config.rollout.max_response_tokens)
-        each = [replace(sampling, index=n) for n in range(len(self.prompts))]
-        return self.runner(self.engine, self.prompts, each, DEFAULT_OPTIONS)
+        return self.runner(self.engine, make_requests(self.prompts, sampling), DEFAULT_OPTIONS)
 
     def without_cache(self) -> Groups:
         self.engine.open_call = lambda *_: BatchCall(self.engine.generate)  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ If two answers tie and one of them is correct, the problem counts ½: the expect
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
@@ -25,9 +25,8 @@ from typing import NamedTuple
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
 from dapo_runner.rewards.scoring import SameAnswer, load_same_answer, reads_answers
-from dapo_runner.types import Group, Prompt, RolloutRequest
+from dapo_runner.types import GenerateGroups, Group, Prompt, make_requests
 
-GenerateGroups = Callable[[Sequence[RolloutRequest]], list[Group]]
 SOURCE_FIGURES = ("reward", "problems")  # per data source, beside avg@k and cons@k
 SEED = 1234  # of every evaluation, whatever run.seed is
 MAX_COMPARISONS = 200  # per problem; answers that were not compared count as different
@@ -120,7 +119,7 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
         max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
         seed=SEED,
     )
-    scored = generate([RolloutRequest(index, prompt, sampling) for index, prompt in enumerate(prompts)])
+    scored = generate(make_requests(prompts, sampling))
     groups = [group for group in scored if len(group.samples) == settings.k]  # the others have a failed episode
     if not groups:
         raise EvaluationError(f"evaluation: expected one of {len(prompts)} problems without a failed episode, got none")

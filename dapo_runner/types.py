@@ -38,12 +38,11 @@ class Prompt:
 class SamplingParams:
     """How to sample the ``n`` completions of one prompt.
 
-    ``seed`` and ``index`` fix every random choice. ``index`` distinguishes the prompts of one call; the default is the
-    prompt's position in the call. The temperature is applied first, then the distribution is truncated in this order:
-    ``min_p`` removes tokens less likely than ``min_p`` times the likeliest, ``top_k`` keeps the k likeliest (None: no
-    limit), ``top_p`` keeps the fewest that hold this share of the rest. A response ends with the token that completes
-    a ``stop`` string in its text, special tokens included. With ``sampling_mask`` a completion has its ``support``, and
-    its log-probs are those of the truncated distribution.
+    The temperature is applied first, then the distribution is truncated in this order: ``min_p`` removes tokens less
+    likely than ``min_p`` times the likeliest, ``top_k`` keeps the k likeliest (None: no limit), ``top_p`` keeps the
+    fewest that hold this share of the rest. A response ends with the token that completes a ``stop`` string in its
+    text, special tokens included. With ``sampling_mask`` a completion has its ``support``, and its log-probs are those
+    of the truncated distribution.
     """
 
     n: int = 1
@@ -54,7 +53,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     max_tokens: int = 1024
     seed: int = 0
-    index: int | None = None
     sampling_mask: bool = False
 
 
@@ -75,11 +73,17 @@ DEFAULT_OPTIONS = CallOptions()
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A prompt to sample. ``index`` distinguishes the requests of one call; groups are returned in its order."""
+    """A prompt to sample. ``index`` distinguishes the requests of one call, and groups are returned in its order. With
+    ``sampling.seed`` it fixes every random choice.
+    """
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
+
+
+def make_requests(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[RolloutRequest]:
+    return [RolloutRequest(index, prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
 class TruncatedSupport(NamedTuple):
@@ -193,8 +197,8 @@ class Completion:
         return self.finish_reason == "length"
 
 
-GenerateFunction = Callable[[SequenceOf[Prompt], SequenceOf[SamplingParams]], list[list[Completion]]]
-"""An engine's ``generate``: ``n`` completions for each prompt, in the prompts' order."""
+GenerateFunction = Callable[[SequenceOf[RolloutRequest]], list[list[Completion]]]
+"""An engine's ``generate``: ``n`` completions for each request, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +288,10 @@ class Group:
     def has_varying_reward(self) -> bool:
         """Whether the rewards differ between samples, without the length penalty."""
         return len({sample.base_reward for sample in self.samples}) > 1
+
+
+GenerateGroups = Callable[[SequenceOf[RolloutRequest]], list[Group]]
+"""Return the scored groups of requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

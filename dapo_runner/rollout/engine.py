@@ -15,7 +15,7 @@ from dapo_runner.config import Config
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, GenerateFunction, Prompt, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, GenerateFunction, RolloutRequest
 
 Groups = list[list[Completion]]
 Note = Callable[[str], None]
@@ -25,11 +25,11 @@ class OpenCall(ABC):
     """A call of ``generate`` that accepts prompts, with one response each, while earlier ones are sampled."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[Prompt, SamplingParams]] = {}
+        self._open: dict[int, RolloutRequest] = {}
 
-    def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
+    def add(self, key: int, request: RolloutRequest) -> None:
         """Add a prompt. Its response has the same ``key``, which must differ from those of other open prompts."""
-        self._open[key] = prompt, sampling
+        self._open[key] = request
 
     @abstractmethod
     def is_ready(self, is_complete: bool) -> bool:
@@ -55,7 +55,7 @@ class BatchCall(OpenCall):
 
     def work(self) -> list[tuple[int, Completion]]:
         added, self._open = sorted(self._open.items()), {}
-        answers = self.generate([prompt for _, (prompt, _) in added], [sampling for _, (_, sampling) in added])
+        answers = self.generate([request for _, request in added])
         return [(key, completion) for (key, _), (completion,) in zip(added, answers, strict=True)]
 
 
@@ -75,17 +75,11 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        options: CallOptions = DEFAULT_OPTIONS,
-    ) -> Groups:
-        """Return ``n`` completions for each prompt, in the order of the prompts.
+    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
+        """Return ``n`` completions for each request, in the order of the requests.
 
-        ``sampling`` is for all prompts, or one per prompt; these may differ in ``n``, ``stop``, ``max_tokens``,
-        ``seed`` and ``index``. To continue a prefix, pass a prompt that ends in it and the remaining ``max_tokens``.
-        The same call with the same weights returns the same tokens.
+        Their sampling may differ in ``n``, ``stop``, ``max_tokens`` and ``seed``. To continue a prefix, pass a prompt
+        that ends in it and the remaining ``max_tokens``. The same call with the same weights returns the same tokens.
         """
 
     def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
@@ -118,15 +112,13 @@ class RolloutEngine(ABC):
         """Whether a part of the engine has recovered and has not been probed since."""
         return False
 
-    def answers_to_probe(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, world: World
-    ) -> list[tuple[str | None, Groups]]:
+    def answers_to_probe(self, requests: Sequence[RolloutRequest], world: World) -> list[tuple[str | None, Groups]]:
         """Return the responses that this rank compares, each with the name of their source. Collective.
 
         The list has the same length on every rank, padded with (None, []). By default each engine gets the same
-        prompts, and its ranks compare its responses.
+        requests, and its ranks compare its responses.
         """
-        answers = world.run_and_gather(lambda: self.generate(prompts, sampling))
+        answers = world.run_and_gather(lambda: self.generate(requests))
         name = "" if world.is_single_process else f" on rank {world.rank}"
         return [(name, answers[world.data_rank * world.layout.sequence])]
 
@@ -135,12 +127,6 @@ def engine_class(config: Config) -> type[RolloutEngine]:
     """Return the engine class of `rollout.engine`."""
     found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
     return found
-
-
-def sampling_of_each(
-    prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
-) -> Sequence[SamplingParams]:
-    return [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
 
 
 @torch.no_grad()

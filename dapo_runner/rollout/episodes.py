@@ -31,14 +31,14 @@ from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.rewards.reward import describe_error, in_thread
 from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.segments import begin, join
-from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams, Turn
+from dapo_runner.types import CallOptions, Completion, RolloutRequest, Turn
 
 MOST_CHARACTERS, MOST_CALLS = 32, 64  # of a message per token that an episode may have; calls at the same time
 COUNTS = ("episodes", "turns", "failed", "failed_raised", "failed_late", "failed_invalid", "failed_too_long")
 END = "a finite number or None from get_reward, and numbers in counts"
 ANSWER = "(text, messages or None; finite number or None; True or False) from step"
 _adapter = cache(TypeAdapter)
-Play = Generator[tuple[Prompt, SamplingParams], Completion, tuple[Completion, dict[str, float]]]
+Play = Generator[RolloutRequest, Completion, tuple[Completion, dict[str, float]]]
 
 
 class EpisodeError(RunError):
@@ -62,21 +62,15 @@ class EpisodeRunner:
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
         self.n_unknown = count()  # texts that the tokenizer does not know a part of
 
-    def __call__(
-        self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], options: CallOptions
-    ) -> Groups:
-        """Return the episodes of each prompt without those that failed. Raises EpisodeError where too many did."""
-        numbers = [number for number, one in enumerate(sampling) for _ in range(one.n)]
-        plays = [
-            self._play(prompt, one, f"{one.seed}:{number if one.index is None else one.index}:{sample}")
-            for number, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
-            for sample in range(one.n)
-        ]
+    def __call__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], options: CallOptions) -> Groups:
+        """Return the episodes of each request without those that failed. Raises EpisodeError where too many did."""
+        numbers = [number for number, one in enumerate(requests) for _ in range(one.sampling.n)]
+        plays = [self._play(one, sample) for one in requests for sample in range(one.sampling.n)]
         found, turns = self._run(engine, plays, options)
         failed = {key: one for key, one in found.items() if isinstance(one, BaseException)}
         counts = Counter[str](episodes=len(plays), turns=turns.total(), failed=len(failed))
         counts.update(f"failed_{one.args[0] if isinstance(one, FailureError) else 'raised'}" for one in failed.values())
-        groups: Groups = [[] for _ in prompts]
+        groups: Groups = [[] for _ in requests]
         for key in sorted(found.keys() - failed.keys()):
             groups[numbers[key]].append(found[key][0])
             counts.update(found[key][1])
@@ -84,7 +78,7 @@ class EpisodeRunner:
         if failed:
             first, error = min(failed), failed[min(failed)]
             text = error.args[1] if isinstance(error, FailureError) else describe_error(error)
-            where = f"prompt {prompts[numbers[first]].id}, turn {turns[first]}"
+            where = f"prompt {requests[numbers[first]].prompt.id}, turn {turns[first]}"
             warning = f"{len(failed)} of {len(plays)} episodes failed and are left out: {text!r:.300}; {where}"
             self.warnings.append(warning)
             if len(failed) > self.config.max_failed * len(plays) + 1e-9:
@@ -120,7 +114,7 @@ class EpisodeRunner:
                         del deadlines[key]
                         error = futures[key].exception() if futures[key].done() else late
                         if error is None:
-                            asked.add(key, *futures[key].result())
+                            asked.add(key, futures[key].result())
                             turns[key] += 1
                         else:
                             found[key] = error.value if isinstance(error, StopIteration) else error
@@ -130,8 +124,9 @@ class EpisodeRunner:
                 if found.get(key, late) is late:
                     future.add_done_callback(lambda _, close=plays[key].close: in_thread(close))
 
-    def _play(self, prompt: Prompt, sampling: SamplingParams, name: str) -> Play:
-        """Yield what the engine is asked for each turn. Return the episode and its counts. Seeds are of ``name``."""
+    def _play(self, request: RolloutRequest, sample: int) -> Play:
+        """Yield what the engine is asked for each turn. Return the episode and its counts."""
+        prompt, sampling, name = request.prompt, request.sampling, f"{request.sampling.seed}:{request.index}:{sample}"
         environment, episode, end, limit = self.make(), begin(torch.zeros(0).long()), "length", sampling.max_tokens
         try:
             row = deepcopy({"answer": prompt.answer, **prompt.row})
@@ -144,7 +139,7 @@ class EpisodeRunner:
                     break
                 asked = replace(prompt, token_ids=(*prompt.token_ids, *episode.token_ids.tolist(), *tokens))
                 n, seed = self.config.max_turn_tokens or room, random.Random(f"{name}:{number}").getrandbits(31)
-                turn = yield asked, replace(sampling, n=1, max_tokens=min(room, n), seed=seed, index=0)
+                turn = yield RolloutRequest(0, asked, replace(sampling, n=1, max_tokens=min(room, n), seed=seed))
                 answer = None if turn.truncated else self._step(environment, turn)
                 episode = self._extended(episode, tokens, turn, answer and answer.reward)
                 if answer is None or answer.is_done:

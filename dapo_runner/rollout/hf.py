@@ -32,10 +32,9 @@ from dapo_runner.rollout.engine import (
     OpenCall,
     RolloutEngine,
     copy_weights,
-    sampling_of_each,
     stop_token_ids,
 )
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, TruncatedSupport
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, RolloutRequest, SamplingParams, TruncatedSupport
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.
 DEAD_SHARE = 0.25
@@ -61,8 +60,7 @@ class _Row:
 
     number: int
     sample: int
-    prompt: Prompt
-    sampling: SamplingParams
+    request: RolloutRequest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[Tensor] = field(default_factory=list)
@@ -71,8 +69,12 @@ class _Row:
     past: _Past | None = None
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.request.prompt.token_ids
+
+    @property
     def is_running(self) -> bool:
-        return not self.is_stopped and len(self.tokens) < self.sampling.max_tokens
+        return not self.is_stopped and len(self.tokens) < self.request.sampling.max_tokens
 
     def support(self) -> TruncatedSupport | None:
         if not self.supports:
@@ -82,7 +84,8 @@ class _Row:
 
     def routed(self) -> Tensor | None:
         """Return the experts as in ``Completion``. The batch may have gone on after the last token."""
-        return torch.cat(self.experts)[: len(self.prompt.token_ids) + len(self.tokens) - 1] if self.experts else None
+        n = len(self.prompt_ids) + len(self.tokens) - 1
+        return torch.cat(self.experts)[:n] if self.experts else None
 
 
 class HFEngine(RolloutEngine):
@@ -113,22 +116,16 @@ class HFEngine(RolloutEngine):
         copy_weights(self.model, weights)
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        options: CallOptions = DEFAULT_OPTIONS,
-    ) -> Groups:
+    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model: its
         random numbers come from its seed, the index of its prompt and its own in the group.
         """
-        each = sampling_of_each(prompts, sampling)
         groups = [
-            [_Row(number, sample, prompt, params) for sample in range(params.n)]
-            for number, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+            [_Row(number, sample, request) for sample in range(request.sampling.n)]
+            for number, request in enumerate(requests)
         ]
         # Prompts of like length together: little is padded.
-        rows = [row for group in sorted(groups, key=lambda own: len(own[0].prompt.token_ids)) for row in group]
+        rows = [row for group in sorted(groups, key=lambda own: len(own[0].prompt_ids)) for row in group]
         for start in range(0, len(rows), self.max_batch_sequences):
             self._decode(rows[start : start + self.max_batch_sequences])
         return [self._completions(group) for group in groups]
@@ -142,7 +139,7 @@ class HFEngine(RolloutEngine):
         uniform = _uniform_numbers(rows).to(device)
         logits, mask, cache = self._prefill(rows)
         for step in count():
-            tokens, logprobs, kept = sample_tokens(logits, uniform[:, step], rows[0].sampling)
+            tokens, logprobs, kept = sample_tokens(logits, uniform[:, step], rows[0].request.sampling)
             for row, token, logprob, own in zip(rows, tokens.tolist(), logprobs.tolist(), kept, strict=True):
                 if row.is_running:
                     self._append(row, token, logprob, own)
@@ -167,7 +164,7 @@ class HFEngine(RolloutEngine):
         row.logprobs.append(logprob)
         if kept is not None:
             row.supports.append((kept & ~kept.all()).nonzero().squeeze(1).to(torch.int32).cpu())
-        stop = row.sampling.stop
+        stop = row.request.sampling.stop
         row.is_stopped = token in self.stop_ids or ends_with_stop(row.tokens, stop, self.tokenizer)
 
     def _prefill(self, rows: list[_Row]) -> tuple[Tensor, Tensor, DynamicCache]:
@@ -179,15 +176,15 @@ class HFEngine(RolloutEngine):
             return self._continue(rows)
         device = self.model.device
         in_order = sorted(rows, key=lambda row: row.number)
-        prompts = {ids: place for place, ids in enumerate(dict.fromkeys(row.prompt.token_ids for row in in_order))}
+        prompts = {ids: place for place, ids in enumerate(dict.fromkeys(row.prompt_ids for row in in_order))}
         ids, mask = _pad_left([torch.tensor(ids) for ids in prompts], device)
         cache = self._empty_cache()
         logits = self._forward(ids, mask, cache)
-        spread = torch.tensor([prompts[row.prompt.token_ids] for row in rows], device=device)
+        spread = torch.tensor([prompts[row.prompt_ids] for row in rows], device=device)
         if self.routing is not None:
             experts = self.routing.chosen().unflatten(0, ids.shape)
             for row, place in zip(rows, spread.tolist(), strict=True):
-                row.experts = [experts[place, -len(row.prompt.token_ids) :]]
+                row.experts = [experts[place, -len(row.prompt_ids) :]]
         cache.batch_select_indices(spread)
         return logits[spread], mask[spread], cache
 
@@ -204,7 +201,7 @@ class HFEngine(RolloutEngine):
             cache.update(*map(torch.stack, sides), layer)
         for row in rows:
             row.past = None  # not to hold it twice
-        tails = (row.prompt.token_ids[len(past.positions) :] for row, past in zip(rows, pasts, strict=True))
+        tails = (row.prompt_ids[len(past.positions) :] for row, past in zip(rows, pasts, strict=True))
         ids, new = _pad_left([torch.tensor(tail) for tail in tails], seen.device)
         mask = torch.cat([seen, new], dim=1)
         return self._forward(ids, mask, cache), mask, cache
@@ -253,9 +250,9 @@ class _HFCall(BatchCall):
     @torch.no_grad()
     def work(self) -> list[tuple[int, Completion]]:
         added, self._open = sorted(self._open.items()), {}
-        rows = {key: _Row(key, 0, *asked, past=getattr(self._rows.get(key), "past", None)) for key, asked in added}
+        rows = {key: _Row(key, 0, request, past=getattr(self._rows.get(key), "past", None)) for key, request in added}
         self._rows = rows
-        ordered = sorted(rows.values(), key=lambda row: len(row.prompt.token_ids))
+        ordered = sorted(rows.values(), key=lambda row: len(row.prompt_ids))
         for start in range(0, len(ordered), self.engine.max_batch_sequences):
             self.engine._decode(ordered[start : start + self.engine.max_batch_sequences], keep=True)
         return list(zip(rows, self.engine._completions(list(rows.values())), strict=True))
@@ -293,7 +290,7 @@ def _keep_past(rows: list[_Row], mask: Tensor, cache: DynamicCache) -> None:
     if len(ended) < len(rows):  # the others go on
         layers = [(keys[ended], values[ended]) for keys, values in layers]
     for place, line in enumerate(ended):
-        n_seen = len(rows[line].prompt.token_ids) + len(rows[line].tokens) - 1
+        n_seen = len(rows[line].prompt_ids) + len(rows[line].tokens) - 1
         rows[line].past = _Past(layers, place, mask[line].nonzero()[:n_seen, 0])
 
 
@@ -377,12 +374,12 @@ def _truncate(probs: Tensor, sampling: SamplingParams) -> Tensor:
 
 def _uniform_numbers(rows: list[_Row]) -> Tensor:
     """Return random numbers in [0, 1), [R, longest limit]."""
-    numbers = torch.zeros(len(rows), max(row.sampling.max_tokens for row in rows))
+    numbers = torch.zeros(len(rows), max(row.request.sampling.max_tokens for row in rows))
     generator = torch.Generator()
     for line, row in zip(numbers, rows, strict=True):
         # A hash, not a sum: prompt 1 sample 0 of one seed must not have the numbers of prompt 0 sample 1 of the next.
-        index = row.number if row.sampling.index is None else row.sampling.index
-        name = f"{row.sampling.seed}:{index}:{row.sample}".encode()
+        sampling = row.request.sampling
+        name = f"{sampling.seed}:{row.request.index}:{row.sample}".encode()
         generator.manual_seed(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1)
-        line[: row.sampling.max_tokens] = torch.rand(row.sampling.max_tokens, generator=generator)
+        line[: sampling.max_tokens] = torch.rand(sampling.max_tokens, generator=generator)
     return numbers

@@ -18,7 +18,7 @@ from dapo_runner.algorithms.packing import pack_shares, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.errors import RunError
 from dapo_runner.rollout.engine import Groups, RolloutEngine
-from dapo_runner.types import Group, Prompt, Sample, Verdict
+from dapo_runner.types import Group, Prompt, Sample, Verdict, make_requests
 
 N_PROMPTS, N_TOKENS = 8, 4  # N_TOKENS per response
 # Mean |Δ log-prob| that rounding explains. SmolLM2-135M with vLLM on a CPU: 8e-6 and 0.045 in sync, 0.5 if only the
@@ -39,10 +39,10 @@ class SyncProbe:
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         rollout, n_tokens = config.rollout, min(N_TOKENS, config.rollout.max_response_tokens)
-        self.sampling = rollout.params(max_tokens=n_tokens, seed=config.run.seed, sampling_mask=rollout.sampling_mask)
+        sampling = rollout.params(max_tokens=n_tokens, seed=config.run.seed, sampling_mask=rollout.sampling_mask)
         if not rollout.sampling_mask:  # the learner's log-probs are over the whole vocabulary
-            self.sampling = replace(self.sampling, top_p=1.0, top_k=None, min_p=0.0)
-        self.prompts = list(prompts[:N_PROMPTS]) if rollout.probe else []
+            sampling = replace(sampling, top_p=1.0, top_k=None, min_p=0.0)
+        self.requests = make_requests(prompts[:N_PROMPTS], sampling) if rollout.probe else []
         self.highest = BOUNDS[config.model.dtype]
         self.first_gaps: list[float] = []  # of the first probes of the run
         self.token_budget = config.optimizer.token_budget
@@ -56,10 +56,10 @@ class SyncProbe:
 
     def __call__(self, engine: RolloutEngine, learner: Learner) -> dict[str, float]:
         """Return mean and largest |Δ log-prob|; empty if the probe is off. Raises OutOfSyncError."""
-        if not self.prompts:
+        if not self.requests:
             return {}
         world = learner.world
-        answers = engine.answers_to_probe(self.prompts, self.sampling, world)
+        answers = engine.answers_to_probe(self.requests, world)
         local = [(name, self._measure(completions, learner)) for name, completions in answers]
         gathered = [item for part in world.all_gather_object(local) for item in part if item[0] is not None]
         for name, mismatch in gathered:
@@ -81,8 +81,8 @@ class SyncProbe:
 
     def _measure(self, completions: Groups, learner: Learner) -> Mismatch:
         groups = [
-            Group(prompt, tuple(Sample(completion, Verdict(correct=False), 0.0) for completion in answers))
-            for prompt, answers in zip(self.prompts[: len(completions)], completions, strict=True)
+            Group(request.prompt, tuple(Sample(completion, Verdict(correct=False), 0.0) for completion in answers))
+            for request, answers in zip(self.requests[: len(completions)], completions, strict=True)
         ]
         mismatch, multiple = Mismatch(), learner.world.layout.sequence
         sequences = make_sequences(groups, AdvantageConfig(kind="group_mean"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -22,6 +22,7 @@ from dapo_runner.types import (
     Branch,
     Completion,
     GenerateFunction,
+    GenerateGroups,
     Group,
     Prompt,
     RolloutRequest,
@@ -29,8 +30,6 @@ from dapo_runner.types import (
     SamplingParams,
     TruncatedSupport,
 )
-
-GenerateGroups = Callable[[Sequence[RolloutRequest]], list[Group]]
 
 
 def add_prefix(prompt: Prompt, tokens: Tensor) -> Prompt:
@@ -103,28 +102,21 @@ def value_chains(
 
 
 def grow_trees(
-    generate: GenerateFunction,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    sampling: Sequence[SamplingParams],
-    shape: TreeShape,
+    generate: GenerateFunction, tokenizer: Any, requests: Sequence[RolloutRequest], shape: TreeShape
 ) -> list[list[Completion]]:
-    """Return for each prompt the leaves of a tree, depth first.
+    """Return for each request the leaves of a tree, depth first.
 
     A node adds a segment of ``shape.tokens`` tokens, on the last level the rest of the response. A response that ends
     earlier is a leaf at its level.
     """
-    leaves: list[list[Completion]] = [[] for _ in prompts]
+    leaves: list[list[Completion]] = [[] for _ in requests]
     # The nodes of a level: index of the tree, index of the node in the tree's level, response up to the node.
-    level = [(tree, 0, begin(torch.zeros(0).long())) for tree in range(len(prompts))]
+    level = [(tree, 0, begin(torch.zeros(0).long())) for tree in range(len(requests))]
     for depth, n in enumerate(shape.branching):
         if not level:
             break
         is_last, next_level = depth == len(shape.branching) - 1, []
-        answers = generate(
-            [add_prefix(prompts[tree], begun.token_ids) for tree, _, begun in level],
-            [_node_sampling(sampling[tree], index, begun, depth, shape) for tree, index, begun in level],
-        )
+        answers = generate([_node_request(requests[tree], index, begun, depth, shape) for tree, index, begun in level])
         for (tree, index, begun), children in zip(level, answers, strict=True):
             for number, child in enumerate(children):
                 path = (*begun.path, Branch(number, child.length))
@@ -137,13 +129,12 @@ def grow_trees(
     return [sorted(tree, key=lambda leaf: [branch.child for branch in leaf.path]) for tree in leaves]
 
 
-def _node_sampling(tree: SamplingParams, index: int, begun: Completion, depth: int, shape: TreeShape) -> SamplingParams:
+def _node_request(root: RolloutRequest, index: int, begun: Completion, depth: int, shape: TreeShape) -> RolloutRequest:
     is_last, width = depth == len(shape.branching) - 1, math.prod(shape.branching[:depth])
-    assert tree.index is not None
-    return replace(
-        tree,
+    sampling = replace(
+        root.sampling,
         n=shape.branching[depth],
-        max_tokens=tree.max_tokens - begun.length if is_last else shape.tokens,
-        seed=random.Random(f"{tree.seed}:{depth}").getrandbits(31),
-        index=tree.index * width + index,
+        max_tokens=root.sampling.max_tokens - begun.length if is_last else shape.tokens,
+        seed=random.Random(f"{root.sampling.seed}:{depth}").getrandbits(31),
     )
+    return RolloutRequest(root.index * width + index, add_prefix(root.prompt, begun.token_ids), sampling)

@@ -31,21 +31,21 @@ from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.weights import stored_tensors
 from dapo_runner.rollout.client import GENERATE, RolloutError, Server, ServerError, server_key
-from dapo_runner.rollout.engine import (
-    Groups,
-    Note,
-    OpenCall,
-    RolloutEngine,
-    loadable_weights,
-    sampling_of_each,
-    stop_token_ids,
-)
+from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
 from dapo_runner.rollout.guard import model_facts
 from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.pool import RENEW, REST, ServerPool
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, Prompt, SamplingParams, VersionSpan
+from dapo_runner.types import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Completion,
+    Prompt,
+    RolloutRequest,
+    SamplingParams,
+    VersionSpan,
+)
 
 T = TypeVar("T")
 ATTEMPTS = 5  # attempts per prompt and server before the run ends
@@ -140,7 +140,8 @@ class ServerEngine(RolloutEngine):
         is_wide = config.model.float32_logits or config.model.dtype == "float32"
         facts = model_facts(text_config, config.model.dtype, is_wide, config.rollout.vllm.batch_invariant)
         claim = {"token": self.run, "owner": owner, "model": facts}
-        (trial,) = self._bodies([Prompt("", (self.stop_ids[0],), "", "")], [SamplingParams(max_tokens=1)], None)
+        short = RolloutRequest(0, Prompt("", (self.stop_ids[0],), "", ""), SamplingParams(max_tokens=1))
+        (trial,) = self._bodies([short], None)
         self.pool = ServerPool(settings, self.transfer, claim, trial, note, rest, renew)
         weakref.finalize(self, self.pool.close)  # its tasks would not end otherwise
         self._model = load_model(source, config.model, torch.device("meta"), "sdpa")
@@ -150,37 +151,30 @@ class ServerEngine(RolloutEngine):
             self.close()
             raise
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        options: CallOptions = DEFAULT_OPTIONS,
-    ) -> Groups:
+    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
         """See ``RolloutEngine.generate``, and ``VLLMEngine.generate`` about log-probs. A prompt whose responses were
         dropped has an empty list. Raises RolloutError.
         """
-        each = sampling_of_each(prompts, sampling)
-        bodies = self._bodies(prompts, each, options.priority)
+        bodies = self._bodies(requests, options.priority)
         if not bodies:
             return []
         call = _Call(bodies, max(1, round(options.completion_fraction * len(bodies))), self.updates)
-        self._run(self._answer(call, self._n_requests(max(item.n for item in each), options), len(bodies)))
+        n_requests = self._n_requests(max(one.sampling.n for one in requests), options)
+        self._run(self._answer(call, n_requests, len(bodies)))
         found = [call.answers.get(index, []) for index in range(len(bodies))]
-        return [one * (item.n // len(one)) if one else [] for one, item in zip(found, each, strict=True)]
+        return [own * (one.sampling.n // len(own)) if own else [] for own, one in zip(found, requests, strict=True)]
 
     def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _OpenServerCall(self, options, wake, n_prompts)
 
-    def answers_to_probe(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, world: World
-    ) -> list[tuple[str | None, Groups]]:
+    def answers_to_probe(self, requests: Sequence[RolloutRequest], world: World) -> list[tuple[str | None, Groups]]:
         """See ``RolloutEngine.answers_to_probe``. Returns the answers of each server with the current weights, divided
         among the ranks. A server that fails is excluded. If none answers, returns the result of ``generate``.
         """
-        bodies = self._bodies(prompts, [sampling] * len(prompts), None)
+        bodies = self._bodies(requests, None)
 
         def ask_all() -> dict[str, Groups]:
-            return self._run(self._ask_each(bodies, sampling.n)) or {"": self.generate(prompts, sampling)}
+            return self._run(self._ask_each(bodies, requests[0].sampling.n)) or {"": self.generate(requests)}
 
         ready = self.pool.ready
         for server in ready:  # one that fails from here on becomes unprobed again
@@ -236,15 +230,13 @@ class ServerEngine(RolloutEngine):
         n_submitting = self.world.size if options.priority is None else 1  # with a priority, only rank 0
         return math.ceil(QUEUED * self.config.rollout.max_batch_sequences / n_samples / n_submitting)
 
-    def _bodies(
-        self, prompts: Sequence[Prompt], each: Sequence[SamplingParams], priority: int | None
-    ) -> list[dict[str, Any]]:
-        """Return the requests. Those without a priority go before those of asynchronous rollouts."""
+    def _bodies(self, requests: Sequence[RolloutRequest], priority: int | None) -> list[dict[str, Any]]:
+        """Return the bodies of requests. Those without a priority go before those of asynchronous rollouts."""
         first = {"priority": -1} if self.config.rollout.max_staleness else {}
         return [
-            {"token_ids": prompt.token_ids, "sampling_params": sampling_fields(item, index, self.stop_ids)}
+            {"token_ids": request.prompt.token_ids, "sampling_params": sampling_fields(request, self.stop_ids)}
             | (first if priority is None else {"priority": priority})
-            for index, (prompt, item) in enumerate(zip(prompts, each, strict=True))
+            for request in requests
         ]
 
     async def _answer(self, call: _Call, n_requests: int, n_prompts: int) -> None:
@@ -361,10 +353,10 @@ class _OpenServerCall(OpenCall):
         self._answered.put(index)
         self._wake()
 
-    def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
-        super().add(key, prompt, sampling)
+    def add(self, key: int, request: RolloutRequest) -> None:
+        super().add(key, request)
         self._keys.append(key)
-        (body,) = self.engine._bodies([prompt], [sampling], self.options.priority)
+        (body,) = self.engine._bodies([request], self.options.priority)
         http.shared_loop().call_soon_threadsafe(self._submit, body)
 
     def _submit(self, body: dict[str, Any]) -> None:

@@ -31,21 +31,13 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapter_tensors, save_adapters
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
-from dapo_runner.rollout.engine import (
-    Groups,
-    Note,
-    OpenCall,
-    RolloutEngine,
-    loadable_weights,
-    sampling_of_each,
-    stop_token_ids,
-)
+from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
 from dapo_runner.types import (
     DEFAULT_OPTIONS,
     CallOptions,
     Completion,
     FinishReason,
-    Prompt,
+    RolloutRequest,
     SamplingParams,
     TruncatedSupport,
 )
@@ -130,25 +122,20 @@ class VLLMEngine(RolloutEngine):
         self._layers = layers_with_experts(self._model) if config.loss.routing_replay == "engine" else None
         self._asleep = False
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        options: CallOptions = DEFAULT_OPTIONS,
-    ) -> Groups:
+    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by rounding.
 
         Log-probs are those of the sampled distribution: with temperature, and after top_p, top_k and min_p. Greedy
         responses have log-probs at temperature 1.
         """
         self._clear_prefixes()
-        each = sampling_of_each(prompts, sampling)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
-            [self._sampling_params(item, index) for index, item in enumerate(each)],
+            [{"prompt_token_ids": list(request.prompt.token_ids)} for request in requests],
+            [self._sampling_params(request) for request in requests],
             use_tqdm=False,
             lora_request=self._adapter,
         )
+        each = [request.sampling for request in requests]
         answers = [self._completions(output.outputs, item) for output, item in zip(outputs, each, strict=True)]
         return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
 
@@ -204,11 +191,11 @@ class VLLMEngine(RolloutEngine):
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("rollout: vLLM kept prompt prefixes that it may have computed with earlier weights")
 
-    def _sampling_params(self, sampling: SamplingParams, index: int) -> Any:
-        fields = sampling_fields(sampling, index, self.stop_ids)
-        if sampling.sampling_mask:  # log-probs of all tokens that may remain; requires top_k
+    def _sampling_params(self, request: RolloutRequest) -> Any:
+        fields = sampling_fields(request, self.stop_ids)
+        if request.sampling.sampling_mask:  # log-probs of all tokens that may remain; requires top_k
             vocab = self.llm.llm_engine.model_config.get_vocab_size()
-            fields["logprobs"] = min((sampling.top_k or vocab) + TIES, vocab)
+            fields["logprobs"] = min((request.sampling.top_k or vocab) + TIES, vocab)
         return import_vllm().SamplingParams(**fields, flat_logprobs=True)
 
     def _completions(self, outputs: Sequence[Any], sampling: SamplingParams) -> list[Completion]:
@@ -233,13 +220,13 @@ class _VLLMCall(OpenCall):
         super().__init__()
         self.engine = engine
 
-    def add(self, key: int, prompt: Prompt, sampling: SamplingParams) -> None:
+    def add(self, key: int, request: RolloutRequest) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        super().add(key, prompt, sampling)
-        params = self.engine._sampling_params(sampling, key)
+        super().add(key, request)
+        params = self.engine._sampling_params(request)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        token_ids = {"prompt_token_ids": list(prompt.token_ids)}
+        token_ids = {"prompt_token_ids": list(request.prompt.token_ids)}
         self.engine.llm.llm_engine.add_request(str(key), token_ids, params, lora_request=self.engine._adapter)
 
     def is_ready(self, is_complete: bool) -> bool:
@@ -250,7 +237,7 @@ class _VLLMCall(OpenCall):
         for output in self.engine.llm.llm_engine.step():
             if output.finished:
                 key = int(output.request_id)
-                (completion,) = self.engine._completions(output.outputs, self._open.pop(key)[1])
+                (completion,) = self.engine._completions(output.outputs, self._open.pop(key).sampling)
                 found.append((key, completion))
         return found
 
@@ -285,10 +272,10 @@ def known_logprobs(values: Sequence[float | None]) -> Tensor:
     return logprobs.where((logprobs > NO_LOGPROB) & (logprobs < torch.inf), torch.nan)
 
 
-def sampling_fields(sampling: SamplingParams, index: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Return the fields of vLLM's SamplingParams for prompt ``index`` of a call."""
+def sampling_fields(request: RolloutRequest, stop_ids: list[int]) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams."""
     # vLLM adds the sample's number to the prompt's seed; hashing keeps the ranges of different prompts apart.
-    name = f"{sampling.seed}:{index if sampling.index is None else sampling.index}".encode()
+    sampling, name = request.sampling, f"{request.sampling.seed}:{request.index}".encode()
     return {
         "n": sampling.n if sampling.temperature > 0 else 1,  # vLLM rejects more; they would be equal
         "temperature": sampling.temperature,

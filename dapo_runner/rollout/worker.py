@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from dapo_runner.config import Config, TreeShape
@@ -21,7 +21,7 @@ from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.segments import grow_trees, join_continuation
 from dapo_runner.timing import StepClock
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Group, Prompt, RolloutRequest, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Group, RolloutRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -116,13 +116,12 @@ class RolloutWorker:
         return {request.index: group for (request, _), group in scored if group is not None}
 
     def _sample(self, share: _Share) -> Groups:
-        prompts = [request.prompt for request in share.requests]
-        sampling = [replace(request.sampling, index=request.index) for request in share.requests]
         if self.tree is not None:
-            return grow_trees(self.engine.generate, self.tokenizer, prompts, sampling, self.tree)
+            return grow_trees(self.engine.generate, self.tokenizer, share.requests, self.tree)
         if self.episodes is not None:
-            return self.episodes(self.engine, prompts, sampling, share.options)
-        completions = self.engine.generate(prompts, sampling, share.options)
+            return self.episodes(self.engine, share.requests, share.options)
+        prompts = [request.prompt for request in share.requests]
+        completions = self.engine.generate(share.requests, share.options)
         return [
             [join_continuation(prompt, end, self.tokenizer) for end in found] if prompt.n_response_tokens else found
             for prompt, found in zip(prompts, completions, strict=True)
@@ -134,10 +133,6 @@ class RolloutWorker:
         may_give_up = self.world.layout.rollout_tensor == 1
         with self.clock.phase(phase), self.stop.giving_up() if may_give_up else nullcontext():
             yield
-
-
-def make_requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RolloutRequest]:
-    return [RolloutRequest(index, prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
 def rollout_sampling(config: Config, round_name: int | str) -> SamplingParams:

@@ -20,11 +20,11 @@ from dapo_runner.rollout.group_buffer import SampledStep
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.segments import value_chains
-from dapo_runner.rollout.worker import RolloutWorker, make_requests, rollout_sampling
+from dapo_runner.rollout.worker import RolloutWorker, rollout_sampling
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.timing import StepClock
-from dapo_runner.types import CallOptions, Group, Prompt, Sequence
+from dapo_runner.types import CallOptions, Group, Prompt, Sequence, make_requests
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from dapo_runner.rewards.reward import describe_error
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.worker import RolloutWorker, make_requests
-from dapo_runner.types import Prompt, SamplingParams
+from dapo_runner.rollout.worker import RolloutWorker
+from dapo_runner.types import Prompt, SamplingParams, make_requests
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 WORDS = ("Answer: ", *"0123456789", *"+-*=,;:?() \n")

@@ -25,7 +25,7 @@ from dapo_runner.rollout.guard import CLAIM, LEASE, RELEASE, RUN, Ownership, mod
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.receiver import Receiver
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams
 
 GENERATE, UPDATE = "/inference/v1/generate", "/collective_rpc"  # UPDATE: by file
 Answer = tuple[int, Any] | Iterable[bytes]  # status and JSON, or the parts of a raw HTTP answer
@@ -151,7 +151,7 @@ class FakeServer:
     def _sample(self, tokens: tuple[int, ...], sampling: SamplingParams) -> list[tuple[Completion, str]]:
         with self._changed:
             self._changed.wait_for(lambda: not self.paused or self._draining)
-            (group,) = self.engine.generate([Prompt("", tokens, "", "")], sampling)
+            (group,) = self.engine.generate([RolloutRequest(0, Prompt("", tokens, "", ""), sampling)])
             return [(one, self.version) for one in group]
 
 

@@ -19,7 +19,17 @@ from dapo_runner.policy.model import Policy, load_model, load_tokenizer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation
 from dapo_runner.rollout.vllm import read_support
-from dapo_runner.types import Completion, Group, Prompt, Sample, SamplingParams, Sequence, TruncatedSupport, Verdict
+from dapo_runner.types import (
+    Completion,
+    Group,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Sequence,
+    TruncatedSupport,
+    Verdict,
+    make_requests,
+)
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(path="x", dtype="float32")
@@ -59,8 +69,8 @@ def test_the_engine_says_what_it_kept(engine: HFEngine, cut: dict[str, Any]) -> 
     """Where nothing is cut off, it keeps no lists."""
     asked = [prompt("3+4=", engine), prompt("12+5=", engine)]
     sampling = SamplingParams(n=4, max_tokens=6, sampling_mask=True, **cut)
-    plain = engine.generate(asked, replace(sampling, sampling_mask=False))
-    for one, answers, same in zip(asked, engine.generate(asked, sampling), plain, strict=True):
+    plain = engine.generate(make_requests(asked, replace(sampling, sampling_mask=False)))
+    for one, answers, same in zip(asked, engine.generate(make_requests(asked, sampling)), plain, strict=True):
         for completion, other in zip(answers, same, strict=True):
             assert torch.equal(completion.token_ids, other.token_ids)
             assert other.support is None
@@ -68,13 +78,13 @@ def test_the_engine_says_what_it_kept(engine: HFEngine, cut: dict[str, Any]) -> 
 
 
 def test_trees_continuations_and_sequences_carry_the_lists(engine: HFEngine) -> None:
-    asked, sampling = prompt("12+34=", engine), SamplingParams(max_tokens=6, top_k=4, sampling_mask=True, index=0)
+    asked, sampling = prompt("12+34=", engine), SamplingParams(max_tokens=6, top_k=4, sampling_mask=True)
     shape = TreeShape(branching=(2, 2), tokens=2)
-    (leaves,) = grow_trees(engine.generate, engine.tokenizer, [asked], [sampling], shape)
+    (leaves,) = grow_trees(engine.generate, engine.tokenizer, make_requests([asked], sampling), shape)
     for leaf in leaves:
         check_completion(engine, asked, leaf, {"top_k": 4})
     begun = add_prefix(asked, torch.tensor([5, 6]))
-    ((rest,),) = engine.generate([begun], sampling)
+    ((rest,),) = engine.generate(make_requests([begun], sampling))
     whole = join_continuation(begun, rest, engine.tokenizer)
     assert lists_of(whole.support) == [[], [], *lists_of(rest.support)]
     sample = Sample(whole, Verdict(True), 1.0)

@@ -26,7 +26,7 @@ from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.vllm import engine_arguments, layers_with_experts, read_experts
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Sequence, Verdict
+from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Sequence, Verdict, make_requests
 
 IN_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
@@ -219,7 +219,7 @@ def sampled(folder: Path, dtype: str) -> list[Group]:
     """Groups whose samples share a prompt and are of unlike lengths."""
     engine = HFEngine.load(folder, replaying(folder, dtype=dtype), CPU, SINGLE_PROCESS, print)
     engine.max_batch_sequences, engine.stop_ids = 7, [5, 9, 14, 20]
-    groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=24, seed=3))
+    groups = engine.generate(make_requests(PROMPTS, SamplingParams(n=4, max_tokens=24, seed=3)))
     assert len({one.length for group in groups for one in group}) > 3
     return [
         Group(prompt, tuple(Sample(one, Verdict(correct=False), 0.0) for one in group))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 
 LogProbs = Callable[[Prompt, Completion, float], Tensor]  # of a response at a temperature
 
@@ -35,7 +35,7 @@ def tokens_of(groups: list[list[Completion]]) -> list[list[int]]:
 def check_responses(engine: Any, logprobs_of: LogProbs, sampling: SamplingParams) -> Counter[str]:
     """Check how responses end, their texts and their log-probs. Return how many ended for each reason."""
     prompts = [prompt(text, engine) for text in ("1+1=", "123+45678=", "7", "90+90=")]
-    groups, reasons = engine.generate(prompts, sampling), Counter[str]()
+    groups, reasons = engine.generate(make_requests(prompts, sampling)), Counter[str]()
     assert [len(group) for group in groups] == [sampling.n] * len(prompts)
     for asked, group in zip(prompts, groups, strict=True):
         for answer in group:
@@ -53,7 +53,8 @@ def check_responses(engine: Any, logprobs_of: LogProbs, sampling: SamplingParams
 def check_seeds(engine: Any) -> None:
     asked = [prompt("12+34=", engine)] * 2
     first, again, other = (
-        tokens_of(engine.generate(asked, SamplingParams(n=8, max_tokens=16, seed=seed))) for seed in (1, 1, 2)
+        tokens_of(engine.generate(make_requests(asked, SamplingParams(n=8, max_tokens=16, seed=seed))))
+        for seed in (1, 1, 2)
     )
     assert first == again
     assert first != other
@@ -64,10 +65,10 @@ def check_seeds(engine: Any) -> None:
 def check_stop_string(engine: Any, n: int) -> list[tuple[Completion, Completion]]:
     """Check that a response is the same up to the token that completes the string. Return those without and with it."""
     asked, sampling = [prompt("12+34=", engine), prompt("7", engine)], SamplingParams(n=n, max_tokens=12)
-    whole = list(chain(*engine.generate(asked, sampling)))
+    whole = list(chain(*engine.generate(make_requests(asked, sampling))))
     counts = Counter(c.text[i : i + 2] for c in whole for i in range(len(c.text) - 1))
     stop = next(text for text, _ in counts.most_common() if text[0] != text[1])
-    cut = list(chain(*engine.generate(asked, replace(sampling, stop=("no such thing", stop)))))
+    cut = list(chain(*engine.generate(make_requests(asked, replace(sampling, stop=("no such thing", stop))))))
     for one, other in zip(whole, cut, strict=True):
         if stop not in one.text:
             assert (one.token_ids.tolist(), one.finish_reason) == (other.token_ids.tolist(), other.finish_reason)
@@ -77,15 +78,16 @@ def check_stop_string(engine: Any, n: int) -> list[tuple[Completion, Completion]
         assert other.token_ids.tolist() == one.token_ids[: other.length].tolist()
     assert {one.length == 12 for one in cut if stop in one.text} == {True, False}  # also with the last token
     each = [replace(sampling, n=1), replace(sampling, n=1, stop=(stop,))]
-    assert tokens_of(engine.generate(asked, each))[0] == whole[0].token_ids.tolist()
+    assert tokens_of(engine.generate([*map(RolloutRequest, (0, 1), asked, each)]))[0] == whole[0].token_ids.tolist()
     return list(zip(whole, cut, strict=True))
 
 
 def check_prefix(engine: Any) -> None:
     """Check that a prefix is continued, with limits of its own."""
     asked = prompt("12+34=", engine)
-    ((whole,),) = engine.generate([asked], SamplingParams(temperature=0.0, max_tokens=9))
+    ((whole,),) = engine.generate(make_requests([asked], SamplingParams(temperature=0.0, max_tokens=9)))
     tokens = whole.token_ids.tolist()
     prefix = Prompt("prefix", (*asked.token_ids, *tokens[:4]), "", "")
     limits = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(n=2, temperature=0.0, max_tokens=2)]
-    assert tokens_of(engine.generate([prefix, asked], limits)) == [tokens[4:], tokens[:2], tokens[:2]]
+    found = engine.generate([*map(RolloutRequest, (0, 1), (prefix, asked), limits)])
+    assert tokens_of(found) == [tokens[4:], tokens[:2], tokens[:2]]

@@ -21,10 +21,11 @@ from dapo_runner.rollout.client import Server
 from dapo_runner.rollout.pool import RENEW, REST
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)
 PROMPTS = [Prompt(str(i), (3 + i % 9, 4, 5 + i % 7), "", "") for i in range(24)]
+REQUESTS = make_requests(PROMPTS, SAMPLING)
 
 
 class HashEngine:
@@ -37,8 +38,8 @@ class HashEngine:
         parts = [name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in weights]
         self.weights = zlib.crc32(b"".join(sorted(parts)))
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
-        return [[self._respond(prompt, sampling, sample) for sample in range(sampling.n)] for prompt in prompts]
+    def generate(self, requests: list[RolloutRequest]) -> list[list[Completion]]:
+        return [[self._respond(one.prompt, one.sampling, n) for n in range(one.sampling.n)] for one in requests]
 
     def _respond(self, prompt: Prompt, sampling: SamplingParams, sample: int) -> Completion:
         dice = random.Random(f"{self.weights}:{prompt.token_ids}:{sampling.seed}:{sample}")

@@ -50,11 +50,13 @@ from dapo_runner.types import (
     Completion,
     Group,
     Prompt,
+    RolloutRequest,
     Sample,
     SamplingParams,
     TruncatedSupport,
     Turn,
     VersionSpan,
+    make_requests,
 )
 
 MODEL = ModelConfig(path="x", dtype="float32")
@@ -70,21 +72,21 @@ class Scripted:
     """
 
     def __init__(self, tokenizer: Any, script: Sequence[str], fails_at: int = -1) -> None:
-        self.tokenizer, self.fails_at, self.asked = tokenizer, fails_at, list[tuple[Prompt, SamplingParams]]()
+        self.tokenizer, self.fails_at, self.asked = tokenizer, fails_at, list[RolloutRequest]()
         self.script = [[*tokenizer.convert_tokens_to_ids(list(text)), tokenizer.eos_token_id] for text in script]
 
     def open_call(self, *_: Any) -> BatchCall:
         return BatchCall(self.generate)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> Groups:
-        self.asked += zip(prompts, sampling, strict=True)
-        return [[self.sample(*each)] for each in zip(prompts, sampling, strict=True)]
+    def generate(self, requests: Sequence[RolloutRequest]) -> Groups:
+        self.asked += requests
+        return [[self.sample(request)] for request in requests]
 
-    def sample(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
-        turn = prompt.token_ids.count(self.tokenizer.convert_tokens_to_ids("<|im_start|>")) // 2 - 1
+    def sample(self, request: RolloutRequest) -> Completion:
+        turn = request.prompt.token_ids.count(self.tokenizer.convert_tokens_to_ids("<|im_start|>")) // 2 - 1
         if turn == self.fails_at:
             raise IndexError
-        ids = torch.tensor(self.script[turn][: sampling.max_tokens])
+        ids = torch.tensor(self.script[turn][: request.sampling.max_tokens])
         n, text = len(ids), self.tokenizer.decode(ids, skip_special_tokens=True)
         reason = "stop" if n == len(self.script[turn]) else "length"
         support, versions = TruncatedSupport.full(n), (VersionSpan(turn + 1, n),)
@@ -110,7 +112,7 @@ def run(
 ) -> tuple[list[Completion], Scripted, EpisodeRunner]:
     tokenizer = chat_tokenizer(template)
     engine, runner = Scripted(tokenizer, script), EpisodeRunner(config_of(kind, **env), tokenizer)
-    (found,) = runner(engine, [prompt_of(tokenizer)], [sampling], DEFAULT_OPTIONS)
+    (found,) = runner(engine, make_requests([prompt_of(tokenizer)], sampling), DEFAULT_OPTIONS)
     return found, engine, runner
 
 
@@ -136,10 +138,11 @@ def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> Non
     assert f"{prompt.text}{first.transcript}\n" == text
     assert first.token_ids.tolist() != tokenizer(text[len(prompt.text) : -1])["input_ids"]  # `ab` would be one token
     whole = [*prompt.token_ids, *first.token_ids.tolist()]
-    for asked, params in engine.asked:
-        assert list(asked.token_ids) == whole[: len(asked.token_ids)]
-        assert params.max_tokens == SAMPLING.max_tokens - len(asked.token_ids) + len(prompt.token_ids)
-    assert len({params.seed for _, params in engine.asked}) == 6
+    for request in engine.asked:
+        asked = list(request.prompt.token_ids)
+        assert asked == whole[: len(asked)]
+        assert request.sampling.max_tokens == SAMPLING.max_tokens - len(asked) + len(prompt.token_ids)
+    assert len({request.sampling.seed for request in engine.asked}) == 6
     assert first.environment.heard == list(SPOKEN)
     assert [turn.finish_reason for turn in first.policy_turns] == ["stop", "stop", "done"]
     assert [turn.reward for turn in first.turns] == [None, 0.25, None, 0.25, None, 1.25]
@@ -263,8 +266,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
         limits = {"max_turns": 3, "max_failed": max_failed, "timeout_seconds": 1.0}
         runner = EpisodeRunner(config_of(f"{__name__}:Odd", **limits), tokenizer)
         assert Odd.closed.get(timeout=30) == "fine"  # the one that was made to see its tools
-        each = [replace(SAMPLING, index=index) for index in range(len(WAYS))]
-        return runner, runner(Scripted(tokenizer, SPOKEN), prompts, each, DEFAULT_OPTIONS)
+        return runner, runner(Scripted(tokenizer, SPOKEN), make_requests(prompts, SAMPLING), DEFAULT_OPTIONS)
 
     runner, groups = play(share)
     assert {way: len(group) for way, group in zip(WAYS, groups, strict=True)} == {
@@ -300,7 +302,7 @@ def test_an_error_of_close_does_not_hide_the_first_one() -> None:
     tokenizer = chat_tokenizer(CHATML)
     runner = EpisodeRunner(config_of(f"{__name__}:Unclosed"), tokenizer)
     with pytest.raises(EpisodeError, match="got 5"):
-        runner(Scripted(tokenizer, SPOKEN), [prompt_of(tokenizer)], [SAMPLING], DEFAULT_OPTIONS)
+        runner(Scripted(tokenizer, SPOKEN), make_requests([prompt_of(tokenizer)], SAMPLING), DEFAULT_OPTIONS)
     counts = runner.take_counts()
     assert counts["failed_invalid"] == counts["failed"] > counts["failed_raised"] == 0
 
@@ -326,7 +328,7 @@ def test_an_engine_that_fails_closes_environments_once() -> None:
     assert Odd.closed.get(timeout=30)
     engine, prompt = Scripted(tokenizer, SPOKEN, fails_at=1), prompt_of(tokenizer, way="fine", seen=[])
     with pytest.raises(IndexError):
-        runner(engine, [prompt], [replace(SAMPLING, n=3)], DEFAULT_OPTIONS)
+        runner(engine, make_requests([prompt], replace(SAMPLING, n=3)), DEFAULT_OPTIONS)
     assert [Odd.closed.get(timeout=30) for _ in range(3)] == ["fine"] * 3
     assert Odd.closed.empty()
 
@@ -355,7 +357,7 @@ def test_calls_at_the_same_time_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
         Scripted(tokenizer, SPOKEN),
         EpisodeRunner(config_of(f"{__name__}:Gated"), tokenizer),
     )
-    given = [prompt_of(tokenizer)], [replace(SAMPLING, n=12)], DEFAULT_OPTIONS
+    given = make_requests([prompt_of(tokenizer)], replace(SAMPLING, n=12)), DEFAULT_OPTIONS
     RELEASE.clear()
     runner(engine, *given)
     assert Gated.most == 3
@@ -401,7 +403,7 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
     script = [*map(call.format, ("up", "left", "down", "right")), *map(call.format, ("up", "left"))] * 4
     prompt, sampling = prompt_of(tokenizer), SamplingParams(n=2, max_tokens=20_000)
     engine: Any = Scripted(tokenizer, [*script, "I am done."])
-    groups = EpisodeRunner(config, tokenizer)(engine, [prompt], [sampling], DEFAULT_OPTIONS)
+    groups = EpisodeRunner(config, tokenizer)(engine, make_requests([prompt], sampling), DEFAULT_OPTIONS)
     (group,) = Scorer(config)([prompt], groups)
     for sample, completion in zip(group.samples, groups[0], strict=True):
         assert completion.transcript.startswith("score=0.0\n")  # the text of reset, behind the prompt's own
@@ -557,7 +559,7 @@ def test_the_hf_engine_continues_the_cache_of_an_episode(engine: HFEngine) -> No
     hook = embeddings.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape[1]))
     prompts = [Prompt(str(i), tuple(range(3, 6 + i)), "", "7") for i in range(3)]
     runner = EpisodeRunner(config_of(f"{__name__}:Fickle"), engine.tokenizer)
-    groups = runner(engine, prompts, [replace(SAMPLING, n=12, index=index) for index in range(3)], DEFAULT_OPTIONS)
+    groups = runner(engine, make_requests(prompts, replace(SAMPLING, n=12)), DEFAULT_OPTIONS)
     hook.remove()
     assert {*computed} == {1, 3, 7}  # prompts with their first message, then a token and the next message
     episodes = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
@@ -571,8 +573,8 @@ def test_servers_answer_turns_as_they_come(model_fleet: Fleet) -> None:
     engine = model_fleet.open()
     runner = EpisodeRunner(config_of("Talker", max_turn_tokens=5), engine.tokenizer)
     prompts = [Prompt(str(i), (3 + i, 4), "", "7") for i in range(6)]
-    sampling = [replace(SAMPLING, max_tokens=40, index=index) for index in range(6)]
-    groups, again = (runner(engine, prompts, sampling, DEFAULT_OPTIONS) for _ in range(2))
+    requests = make_requests(prompts, replace(SAMPLING, max_tokens=40))
+    groups, again = (runner(engine, requests, DEFAULT_OPTIONS) for _ in range(2))
     assert tokens_of(again) == tokens_of(groups)
     assert [len(group) for group in groups] == [2] * 6
     for one in itertools.chain(*groups):

@@ -19,7 +19,7 @@ from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.types import Completion, Prompt, SamplingParams
+from dapo_runner.types import Completion, RolloutRequest
 
 ROUNDING = 0.0016
 
@@ -39,8 +39,8 @@ class Drifting(RolloutEngine):
     def update_weights(self, _: Any) -> None:
         pass
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
-        found = self.engine.generate(prompts, sampling)
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        found = self.engine.generate(requests)
         return [[replace(one, logprobs=one.logprobs - self.gap) for one in group] for group in found]
 
 

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dapo_runner.config import parse_config
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.hf import HFEngine, ends_with_stop
-from dapo_runner.types import SamplingParams
+from dapo_runner.types import SamplingParams, make_requests
 
 
 def test_responses_end_and_have_the_log_probs_of_the_whole_sequence(engine: HFEngine) -> None:
@@ -41,7 +41,8 @@ def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
         model.transformer.wpe.weight.mul_(50)
     gpt2 = HFEngine(model, engine.tokenizer)
     prompts = [prompt(text, engine) for text in ("7", "123+45678=")]
-    for asked, group in zip(prompts, gpt2.generate(prompts, SamplingParams(max_tokens=6)), strict=True):
+    groups = gpt2.generate(make_requests(prompts, SamplingParams(max_tokens=6)))
+    for asked, group in zip(prompts, groups, strict=True):
         expected = model_logprobs(gpt2.model, asked, group[0])
         torch.testing.assert_close(group[0].logprobs, expected, atol=2e-4, rtol=1e-4)
 
@@ -78,13 +79,11 @@ def test_attention_over_padding_has_the_bits_of_transformers(
 
 def test_tokens_do_not_depend_on_the_batching(engine: HFEngine, model_folder: Path) -> None:
     prompts = [prompt(text, engine) for text in ("1+1=", "123+45678=", "7", "90+90=", "5-5=")]
-    sampling = SamplingParams(n=6, max_tokens=20, seed=11)
-    together = engine.generate(prompts, sampling)
+    requests = make_requests(prompts, SamplingParams(n=6, max_tokens=20, seed=11))
+    together = engine.generate(requests)
     engine.max_batch_sequences = 4  # groups are cut in two
-    apart = engine.generate(prompts, sampling)
+    apart = engine.generate(requests)
     assert tokens_of(together) == tokens_of(apart)
-    with pytest.raises(ValueError):  # noqa: PT011  # of zip
-        engine.generate(prompts, [sampling])
     for one, other in zip(chain(*together), chain(*apart), strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
 
@@ -104,7 +103,7 @@ def test_samples_follow_the_truncated_distribution(cut: dict[str, Any], engine: 
     truncation = {name: value for name, value in cut.items() if name != "temperature"}
     kept = what_is_left(probs.tolist(), **truncation)
     engine.max_batch_sequences = n
-    (completions,) = engine.generate([asked], SamplingParams(n=n, max_tokens=1, seed=2, **cut))
+    (completions,) = engine.generate(make_requests([asked], SamplingParams(n=n, max_tokens=1, seed=2, **cut)))
     drawn = Counter(int(c.token_ids[0]) for c in completions)
     assert set(drawn) <= set(kept)
     for token, share in kept.items():
@@ -116,7 +115,8 @@ def test_samples_follow_the_truncated_distribution(cut: dict[str, Any], engine: 
 def test_what_cuts_nothing_changes_nothing(engine: HFEngine) -> None:
     asked, plain = [prompt("12+34=", engine)], SamplingParams(n=8, max_tokens=8)
     idle = SamplingParams(n=8, max_tokens=8, top_k=1000, stop=("never said",))
-    assert tokens_of(engine.generate(asked, plain)) == tokens_of(engine.generate(asked, idle))
+    whole, same = (tokens_of(engine.generate(make_requests(asked, sampling))) for sampling in (plain, idle))
+    assert whole == same
 
 
 def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: HFEngine) -> None:
@@ -142,7 +142,7 @@ def test_a_stop_string_is_found_across_tokens_bytes_and_special_tokens() -> None
 
 def test_temperature_zero_is_greedy(engine: HFEngine) -> None:
     asked = prompt("3+4=", engine)
-    (group,) = engine.generate([asked], SamplingParams(n=3, temperature=0.0, max_tokens=10))
+    (group,) = engine.generate(make_requests([asked], SamplingParams(n=3, temperature=0.0, max_tokens=10)))
     tokens = list(asked.token_ids)
     for token in group[0].token_ids.tolist():
         with torch.no_grad():
@@ -152,21 +152,20 @@ def test_temperature_zero_is_greedy(engine: HFEngine) -> None:
 
 
 def test_completions_can_be_saved_for_a_backward_pass(engine: HFEngine) -> None:
-    (group,) = engine.generate([prompt("1+1=", engine)], SamplingParams(max_tokens=4))
+    (group,) = engine.generate(make_requests([prompt("1+1=", engine)], SamplingParams(max_tokens=4)))
     weight = torch.ones(group[0].length, requires_grad=True)
     (weight * group[0].logprobs).sum().backward()  # tensors of inference_mode cannot
     assert weight.grad is not None
 
 
 def test_weights_arrive_all_of_them_or_not_at_all(engine: HFEngine) -> None:
-    asked = [prompt("12+34=", engine)]
-    sampling = SamplingParams(n=4, max_tokens=8, seed=1)
-    before = tokens_of(engine.generate(asked, sampling))
+    requests = make_requests([prompt("12+34=", engine)], SamplingParams(n=4, max_tokens=8, seed=1))
+    before = tokens_of(engine.generate(requests))
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     engine.update_weights((name, tensor * 1.5) for name, tensor in weights.items())
-    assert tokens_of(engine.generate(asked, sampling)) != before
+    assert tokens_of(engine.generate(requests)) != before
     engine.update_weights(weights.items())
-    assert tokens_of(engine.generate(asked, sampling)) == before
+    assert tokens_of(engine.generate(requests)) == before
     first, tensor = next(iter(weights.items()))
     rest = {name: tensor for name, tensor in weights.items() if name != first}
     for name, wrong in (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import GENERATE, UPDATE, Answer, FakeServer
-from served import PROMPTS, SAMPLING, Fleet, in_thread, moved, responses, server_config, wait_until
+from served import PROMPTS, REQUESTS, SAMPLING, Fleet, in_thread, moved, responses, server_config, wait_until
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.http import run
@@ -20,22 +20,21 @@ from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.types import CallOptions, SamplingParams
+from dapo_runner.types import CallOptions, SamplingParams, make_requests
 
 
 def test_which_server_answers_makes_no_difference(fleet: Fleet, policy: Policy) -> None:
     both = fleet.open()
-    found = responses(both.generate(PROMPTS, SAMPLING))
+    found = responses(both.generate(REQUESTS))
     assert all(server.seen(GENERATE) for server in fleet.servers)
     assert len({str(group) for group in found}) == len(PROMPTS)  # equal prompts do not share their dice
-    shifted = [replace(SAMPLING, index=index) for index in range(12, 24)]
-    assert responses(both.generate(PROMPTS[12:], shifted)) == found[12:]  # nor does it matter in which call they are
+    assert responses(both.generate(REQUESTS[12:])) == found[12:]  # nor does it matter in which call they are
     both.close()
     one = fleet.open(1)
     one.update_weights(policy.named_weights())
-    assert responses(one.generate(PROMPTS, SAMPLING)) == found
-    assert one.generate([], SAMPLING) == []
-    (greedy,) = one.generate(PROMPTS[:1], SamplingParams(n=3, temperature=0.0, max_tokens=6))
+    assert responses(one.generate(REQUESTS)) == found
+    assert one.generate([]) == []
+    (greedy,) = one.generate(make_requests(PROMPTS[:1], SamplingParams(n=3, temperature=0.0, max_tokens=6)))
     assert responses([greedy]) == [[responses([greedy])[0][0]] * 3]
     assert greedy[0].text == one.tokenizer.decode(greedy[0].token_ids.tolist(), skip_special_tokens=True)
 
@@ -50,7 +49,7 @@ def test_a_log_prob_that_is_missing_is_unknown(value: float | None, fleet: Fleet
         return 200, answer
 
     fleet[0].hooks[GENERATE] = spoil
-    for other, spoiled in engine.generate(PROMPTS[:2], SAMPLING):
+    for other, spoiled in engine.generate(REQUESTS[:2]):
         assert spoiled.logprobs.isnan().tolist() == [True] + [False] * (spoiled.length - 1)
         assert other.logprobs.isfinite().all()
     assert not engine.notes
@@ -59,7 +58,7 @@ def test_a_log_prob_that_is_missing_is_unknown(value: float | None, fleet: Fleet
 @pytest.mark.parametrize("wrong", ["extra", "missing", "shape", float("nan"), float("-inf")])
 def test_weights_that_cannot_be_used_are_not_sent(wrong: Any, fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open()
-    version, wanted = fleet[0].version, responses(engine.generate(PROMPTS[:2], SAMPLING))
+    version, wanted = fleet[0].version, responses(engine.generate(REQUESTS[:2]))
     weights = {name: tensor.clone() for name, tensor in policy.named_weights()}
     name = list(weights)[3]
     if wrong == "extra":
@@ -74,7 +73,7 @@ def test_weights_that_cannot_be_used_are_not_sent(wrong: Any, fleet: Fleet, poli
         engine.update_weights(weights.items())
     assert [server.seen(UPDATE) for server in fleet.servers] == [1, 1]
     assert fleet[0].version == version
-    assert responses(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+    assert responses(engine.generate(REQUESTS[:2])) == wanted
 
 
 def test_a_paused_server_with_the_present_weights_is_resumed(fleet: Fleet) -> None:
@@ -107,7 +106,7 @@ def test_syncs_leave_nothing_behind(fleet: Fleet, policy: Policy) -> None:
     engine.close()
     assert not folder.exists()
     with pytest.raises(RolloutError):
-        engine.generate(PROMPTS, SAMPLING)
+        engine.generate(REQUESTS)
     assert not engine.calls
 
 
@@ -128,7 +127,7 @@ def test_ctrl_c_waits_for_no_server(path: str, fleet: Fleet, policy: Policy) -> 
     try:
         threading.Thread(target=interrupt_once_it_hangs).start()
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, SAMPLING) if path == GENERATE else engine.update_weights(policy.named_weights())
+            engine.generate(REQUESTS) if path == GENERATE else engine.update_weights(policy.named_weights())
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not engine.calls
@@ -181,10 +180,10 @@ def test_weights_in_flight(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open(ahead=1)
     engine.update_weights(policy.named_weights())
     half, go_on = hold_halfway(fleet.servers)
-    found = in_thread(lambda: engine.generate(PROMPTS, SAMPLING, CallOptions(0)))
+    found = in_thread(lambda: engine.generate(REQUESTS, CallOptions(0)))
     half.wait(120)
     engine.update_weights(moved(policy).items())
-    probed = in_thread(lambda: engine.generate(PROMPTS[:1], SAMPLING))
+    probed = in_thread(lambda: engine.generate(REQUESTS[:1]))
     go_on.set()
     assert probed()
     every = [one for group in found() for one in group]
@@ -201,7 +200,7 @@ def test_weights_in_flight(fleet: Fleet, policy: Policy) -> None:
 def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open(ahead=1, partial=False)
     half, go_on = hold_halfway(fleet.servers)
-    found = in_thread(lambda: engine.generate(PROMPTS, SAMPLING))
+    found = in_thread(lambda: engine.generate(REQUESTS))
     half.wait(120)
     updated = in_thread(lambda: engine.update_weights(moved(policy).items()))
     wait_until(lambda: all(server.seen("/pause") > 1 for server in fleet.servers))
@@ -215,8 +214,9 @@ def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, poli
 
 
 def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
-    engine, rounds = fleet.open(ahead=1), [replace(SAMPLING, seed=number) for number in range(3)]
-    wanted = [responses(engine.generate(PROMPTS, sampling)) for sampling in rounds]
+    engine, seeds = fleet.open(ahead=1), [replace(SAMPLING, seed=number) for number in range(3)]
+    rounds = [make_requests(PROMPTS, sampling) for sampling in seeds]
+    wanted = [responses(engine.generate(requests)) for requests in rounds]
     slow, others = list(PROMPTS[4].token_ids), threading.Event()
 
     def hold(body: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
 
     fleet.hook(hold)
     first, *later = (
-        in_thread(lambda number=number: engine.generate(PROMPTS, rounds[number], CallOptions(priority=number)))
+        in_thread(lambda number=number: engine.generate(rounds[number], CallOptions(priority=number)))
         for number in range(3)
     )
     assert [responses(answers()) for answers in later] == wanted[1:]
@@ -240,7 +240,7 @@ def test_a_request_may_wait_behind_those_of_the_rounds_before(fleet: Fleet) -> N
         fleet.over.wait(0.8)
 
     fleet.hook(wait)
-    assert all(engine.generate(PROMPTS[:4], SAMPLING))
+    assert all(engine.generate(REQUESTS[:4]))
     assert not engine.notes
 
 
@@ -263,31 +263,32 @@ def test_who_samples_asynchronously_asks_for_all_ranks(fleet: Fleet, priority: i
             n_open -= 1
 
     fleet[0].hooks[GENERATE] = hold
-    assert all(engine.generate(PROMPTS, SAMPLING, CallOptions(priority=priority)))
+    assert all(engine.generate(REQUESTS, CallOptions(priority=priority)))
     assert most == wanted
 
 
 def test_what_still_runs_when_enough_is_answered_is_dropped(fleet: Fleet) -> None:
     """Three of four are needed. Six of the first twelve prompts hang, and the call ends without them."""
     engine = fleet.open()
-    wanted = responses(engine.generate(PROMPTS, SAMPLING))
+    wanted = responses(engine.generate(REQUESTS))
     slow = [list(prompt.token_ids) for prompt in PROMPTS[:12:2]]
     fleet.hook(lambda body: fleet.hang(body) if body["token_ids"] in slow else None)
-    found = responses(engine.generate(PROMPTS, SAMPLING, CallOptions(completion_fraction=3 / 4)))
+    found = responses(engine.generate(REQUESTS, CallOptions(completion_fraction=3 / 4)))
     assert [index for index, answers in enumerate(found) if not answers] == list(range(0, 12, 2))
     assert all(answers == own for answers, own in zip(found, wanted, strict=True) if answers)
     assert not engine.notes  # the servers are none the worse
     fleet.over.set()
-    assert responses(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert responses(engine.generate(REQUESTS)) == wanted
 
 
 def test_an_open_call_takes_prompts_while_others_are_answered(fleet: Fleet) -> None:
     engine, woken = fleet.open(), threading.Semaphore(0)
     call = engine.open_call(CallOptions(), woken.release, 4)
-    ((wanted,),) = engine.generate(PROMPTS[:1], replace(SAMPLING, n=1))
+    (request,) = make_requests(PROMPTS[:1], replace(SAMPLING, n=1))
+    ((wanted,),) = engine.generate([request])
     found: dict[int, Any] = {}
     for key in (3, 7):
-        call.add(key, PROMPTS[0], replace(SAMPLING, n=1, index=0))
+        call.add(key, request)
         assert woken.acquire(timeout=120)
         assert call.is_ready(is_complete=False)
         found |= call.work()

@@ -18,7 +18,7 @@ import torch
 from builders import make_config
 from fake_server import UPDATE, FakeServer
 from refusals import refused
-from served import PROMPTS, SAMPLING, Fleet, responses, wait_until
+from served import REQUESTS, Fleet, responses, wait_until
 from small import write_recipe
 
 from dapo_runner.cli import main
@@ -205,7 +205,7 @@ def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) ->
     server: FakeServer = fleet[0]
     server.ownership.lease = server.lease = 2.0
     engine = fleet.open(1, renew=0.3)
-    wanted = responses(engine.generate(PROMPTS[:2], SAMPLING))
+    wanted = responses(engine.generate(REQUESTS[:2]))
     if ends == "restarted":
         server.kill()
         server.start()
@@ -215,7 +215,7 @@ def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) ->
     with pytest.raises(RolloutError, match=owner):
         fleet.open(1)
     assert server.seen(UPDATE) == updates
-    assert responses(engine.generate(PROMPTS[:2], SAMPLING)) == wanted
+    assert responses(engine.generate(REQUESTS[:2])) == wanted
     with pytest.raises(ServerError, match=owner):
         run(Server(server.url, ServerConfig()).post("/pause"))
     if ends == "killed":
@@ -223,7 +223,7 @@ def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) ->
         wait_until(lambda: time.monotonic() > server.ownership.until - 1.0)
     else:
         engine.close()
-    assert responses(fleet.open(1).generate(PROMPTS[:2], SAMPLING)) == wanted
+    assert responses(fleet.open(1).generate(REQUESTS[:2])) == wanted
 
 
 def test_a_request_that_ends_after_its_run_keeps_nobody_out() -> None:

@@ -15,7 +15,7 @@ import pytest
 from fake_server import GENERATE, UPDATE, Answer, FakeServer
 from refusals import refused
 from safetensors.torch import load_file
-from served import PROMPTS, SAMPLING, Fleet, in_thread, is_trial, lost, moved, responses, wait_until
+from served import PROMPTS, REQUESTS, Fleet, in_thread, is_trial, lost, moved, responses, wait_until
 
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import RolloutError, Server
@@ -24,7 +24,7 @@ from dapo_runner.rollout.server import ATTEMPTS, TRANSFERS
 from dapo_runner.rollout.transfer import FileTransfer
 from dapo_runner.run.tiny_model import make_tokenizer
 
-FEW = PROMPTS[:8]
+FEW = REQUESTS[:8]
 Fault = Callable[[Fleet, dict[str, Any]], Answer | None]  # gets the first prompt of a server, and may answer it
 
 
@@ -121,7 +121,7 @@ def test_one_server_fails_and_recovers(name: str, fleet: Fleet, policy: Policy) 
     fault, settings = FAULTS[name]
     engine = fleet.open(**settings)
     engine.update_weights(policy.named_weights())
-    wanted = responses(engine.generate(FEW, SAMPLING))
+    wanted = responses(engine.generate(FEW))
     first, struck = iter([True]), threading.Event()
 
     def strike(body: dict[str, Any]) -> Answer | None:
@@ -132,38 +132,38 @@ def test_one_server_fails_and_recovers(name: str, fleet: Fleet, policy: Policy) 
 
     fleet[0].hooks[GENERATE] = strike
     fleet[1].hooks[GENERATE] = lambda body: None if struck.wait(120) else (500, {})
-    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+    assert responses(engine.generate(FEW)) == wanted
     engine.update_weights(moved(policy).items())
-    later = responses(engine.generate(FEW, SAMPLING))
+    later = responses(engine.generate(FEW))
     assert later != wanted
     fleet.over.set()
     fleet[0].hooks.clear()
     if not fleet[0].alive:
         fleet[0].start()
     wait_until(lambda: not lost(engine))
-    assert responses(engine.generate(FEW, SAMPLING)) == later
+    assert responses(engine.generate(FEW)) == later
     assert [fleet[0].url in note for note in engine.notes] == [True, True]  # excluded, and back
     penalty, waited = engine.pool.servers[0].penalty, sum(map(settings.get, ("answer_within", "sync_within"), (0, 0)))
     assert penalty >= waited if waited else penalty == 0  # it doubles with each failure in a row
     fleet[1].kill()
-    assert responses(engine.generate(FEW, SAMPLING)) == later
+    assert responses(engine.generate(FEW)) == later
     assert fleet[0].version == engine.transfer.version
 
 
 def test_a_server_that_restarts_unasked_gets_the_weights_again(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open(renew=0.1)
     engine.update_weights(moved(policy).items())
-    wanted = responses(engine.generate(FEW, SAMPLING))
+    wanted = responses(engine.generate(FEW))
     restart(fleet, None)
     wait_until(lambda: fleet[0].version == engine.transfer.version and not lost(engine))
     fleet[1].kill()
-    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+    assert responses(engine.generate(FEW)) == wanted
 
 
 def test_servers_killed_and_restarted_at_random_moments(fleet: Fleet, policy: Policy) -> None:
     engine, dice = fleet.open(), random.Random(1)
     engine.update_weights(moved(policy).items())
-    wanted = responses(engine.generate(PROMPTS, SAMPLING))
+    wanted = responses(engine.generate(REQUESTS))
 
     def slow_down(body: dict[str, Any]) -> None:
         fleet.over.wait(0.02)
@@ -179,9 +179,9 @@ def test_servers_killed_and_restarted_at_random_moments(fleet: Fleet, policy: Po
     fleet.hook(slow_down)
     killed = in_thread(kill_often)
     for _ in range(3):
-        assert responses(engine.generate(PROMPTS, SAMPLING)) == wanted
+        assert responses(engine.generate(REQUESTS)) == wanted
     assert killed()
-    assert responses(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert responses(engine.generate(REQUESTS)) == wanted
 
 
 def test_a_server_that_fails_again_and_again_is_tried_less_and_less(fleet: Fleet) -> None:
@@ -189,7 +189,7 @@ def test_a_server_that_fails_again_and_again_is_tried_less_and_less(fleet: Fleet
     fleet[0].hooks |= {GENERATE: lambda body: (500, {}), "/health": lambda body: tried.append(time.monotonic())}
     fleet[1].hooks[GENERATE] = lambda body: None if fleet[0].seen(GENERATE) else (500, {})
     tried.clear()
-    assert engine.generate(PROMPTS, SAMPLING)
+    assert engine.generate(REQUESTS)
     wait_until(lambda: len(tried) >= 5)
     assert len(engine.notes) == 1 or not all(fleet[0].url in note for note in engine.notes)
     for number, (one, other) in enumerate(pairwise(tried[:5])):
@@ -200,16 +200,16 @@ def test_a_server_whose_requests_time_out_is_excluded_for_as_long_and_then_longe
     engine = fleet.open(answer_within=2.0)
     server, _ = engine.pool.servers
     fleet[0].hooks[GENERATE] = lambda body: None if is_trial(body) else fleet.hang(body)
-    assert engine.generate(FEW, SAMPLING)
+    assert engine.generate(FEW)
     assert server.penalty == 2.0
     wait_until(lambda: server in engine.pool.ready)
     assert time.monotonic() >= server.out_until
     server.penalty = 1000.0
-    assert engine.generate(FEW, SAMPLING)
+    assert engine.generate(FEW)
     assert server.penalty == 2002.0
     fleet[0].hooks.clear()
     fleet[1].kill()  # then it is tried at once
-    assert engine.generate(FEW, SAMPLING)
+    assert engine.generate(FEW)
     assert (server.rest, server.error) == (0.0, None)
     assert time.monotonic() < server.out_until
 
@@ -222,7 +222,7 @@ def test_a_hung_server_stalls_one_sync_and_comes_back_by_itself(fleet: Fleet, po
         began = time.monotonic()
         engine.update_weights(policy.named_weights())
         stalled.append(time.monotonic() - began >= 2.0)
-        assert engine.generate(FEW, SAMPLING)
+        assert engine.generate(FEW)
     assert stalled == [True, False, False]
     fleet[0].hooks.clear()
     fleet.over.set()
@@ -268,7 +268,7 @@ def hold_trials(server: FakeServer) -> tuple[threading.Event, threading.Event]:
 def test_weights_that_are_published_during_the_only_servers_trial_are_sent(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open(1)
     there, go_on = hold_trials(fleet[0])
-    found = in_thread(lambda: engine.generate(FEW, SAMPLING))
+    found = in_thread(lambda: engine.generate(FEW))
     assert there.wait(120)
     synced = in_thread(lambda: engine.update_weights(policy.named_weights()) or True)
     wait_until(lambda: engine.updates == 2)
@@ -282,34 +282,34 @@ def test_a_server_that_is_back_has_to_be_probed_with_the_present_weights(fleet: 
     """It came back while newer weights were published."""
     engine = fleet.open()
     there, go_on = hold_trials(fleet[0])
-    engine.generate(PROMPTS, SAMPLING)
+    engine.generate(REQUESTS)
     assert there.wait(120)
     engine.update_weights(policy.named_weights())
     go_on.set()
     wait_until(lambda: len(engine.pool.ready) == 2)
     assert engine.is_unprobed
-    assert len(engine.answers_to_probe(FEW, SAMPLING, engine.world)) == 2
+    assert len(engine.answers_to_probe(FEW, engine.world)) == 2
     assert not engine.is_unprobed
     fleet[0].hooks[GENERATE] = lambda body: (500, {})
-    assert len(engine.answers_to_probe(FEW, SAMPLING, engine.world)) == 1
+    assert len(engine.answers_to_probe(FEW, engine.world)) == 1
     assert lost(engine)[0].is_unprobed
     fleet[1].hooks[GENERATE] = lambda body: None if is_trial(body) or len(lost(engine)) == 2 else (500, {})
     fleet[0].hooks.clear()
-    assert len(engine.answers_to_probe(FEW, SAMPLING, engine.world)) == 1  # by whichever is back
+    assert len(engine.answers_to_probe(FEW, engine.world)) == 1  # by whichever is back
 
 
 def test_a_prompt_that_fails_at_every_server_ends_the_run_after_its_attempts(fleet: Fleet) -> None:
-    engine, poison = fleet.open(), list(FEW[5].token_ids)
+    engine, poison = fleet.open(), list(FEW[5].prompt.token_ids)
     fleet.hook(lambda body: (500, {}) if body["token_ids"] == poison else None)
     with pytest.raises(RolloutError):
-        engine.generate(FEW, SAMPLING)
+        engine.generate(FEW)
     for server in fleet.servers:
         assert sum(body.get("token_ids") == poison for _, body, _ in server.asked) == ATTEMPTS
 
 
 def test_a_prompt_that_one_server_cannot_answer_is_left_to_the_other(fleet: Fleet) -> None:
     engine = fleet.open(sync_within=2.0)
-    wanted = responses(engine.generate(PROMPTS, SAMPLING))
+    wanted = responses(engine.generate(REQUESTS))
     poison, failures, enough = list(PROMPTS[6].token_ids), count(1), threading.Event()
 
     def fail(body: dict[str, Any]) -> Answer | None:
@@ -327,17 +327,17 @@ def test_a_prompt_that_one_server_cannot_answer_is_left_to_the_other(fleet: Flee
         fleet.over.wait(0.1)  # in which it would be asked once more
 
     fleet[1].hooks[GENERATE] = wait_for_more
-    assert responses(engine.generate(PROMPTS, SAMPLING)) == wanted
+    assert responses(engine.generate(REQUESTS)) == wanted
     assert next(failures) == ATTEMPTS + 1
     fleet[1].kill()  # then it waits, and not for ever
     with refused("rollout.server.sync_within", RolloutError):
-        engine.generate(PROMPTS, SAMPLING)
+        engine.generate(REQUESTS)
 
 
 def test_a_crash_counts_against_one_of_the_prompts_in_progress(fleet: Fleet) -> None:
     """The second prompt is in progress whenever the first crashes the server, and crashes it afterwards itself."""
     engine, asked, second = fleet.open(1), Counter[str](), threading.Semaphore(0)
-    names = {prompt.token_ids: prompt.id for prompt in FEW[:2]}
+    names = {prompt.token_ids: prompt.id for prompt in PROMPTS[:2]}
 
     def crash(body: dict[str, Any]) -> Answer | None:
         name = names.get(tuple(body["token_ids"]), "trial")
@@ -351,7 +351,7 @@ def test_a_crash_counts_against_one_of_the_prompts_in_progress(fleet: Fleet) -> 
         return (500, {}) if name == "1" and asked[name] == ATTEMPTS else None
 
     fleet[0].hooks[GENERATE] = crash
-    assert all(engine.generate(FEW[:2], SAMPLING))
+    assert all(engine.generate(FEW[:2]))
     assert asked["0"] >= ATTEMPTS
     assert asked["1"] == ATTEMPTS + 1
 
@@ -373,7 +373,7 @@ def test_a_wait_for_no_server_ends(wait: str, fleet: Fleet, policy: Policy, monk
     elif wait != "unforeseen":
         for server in fleet.servers:
             server.kill()
-    calls = {"prompts": lambda: engine.generate(FEW, SAMPLING), "start": lambda: fleet.open(sync_within=1.0)}
+    calls = {"prompts": lambda: engine.generate(FEW), "start": lambda: fleet.open(sync_within=1.0)}
     with refused("rollout.server.sync_within", RolloutError):
         calls.get(wait, lambda: engine.update_weights(policy.named_weights()))()
 
@@ -382,11 +382,11 @@ def test_servers_that_refuse_the_run_are_not_waited_for(fleet: Fleet, policy: Po
     """One has another model. Then the other has another key, then its own again."""
     fleet[0].config.num_hidden_layers = 99
     engine = fleet.open()
-    wanted = responses(engine.generate(FEW, SAMPLING))
+    wanted = responses(engine.generate(FEW))
     assert [server.url for server in lost(engine)] == [fleet[0].url]
     fleet[1].hooks |= dict.fromkeys(FOREIGN, lambda body: (401, {}))
     calls: list[Callable[[], Any]] = [
-        lambda: engine.generate(FEW, SAMPLING),
+        lambda: engine.generate(FEW),
         lambda: engine.update_weights(policy.named_weights()),
         fleet.open,
     ]
@@ -396,7 +396,7 @@ def test_servers_that_refuse_the_run_are_not_waited_for(fleet: Fleet, policy: Po
     fleet[1].hooks.clear()
     wait_until(lambda: len(lost(engine)) == 1)
     fleet[1].kill()  # for this one they wait
-    found = in_thread(lambda: responses(engine.generate(FEW, SAMPLING)))
+    found = in_thread(lambda: responses(engine.generate(FEW)))
     wait_until(lambda: len(lost(engine)) == 2)
     fleet[1].start()
     assert found() == wanted
@@ -412,11 +412,11 @@ def test_a_server_in_another_dtype_is_refused(dtype: str, excluded: int, fleet: 
 
 def test_a_key_that_is_refused_ends_the_run_and_is_not_shown(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret")
-    engine, poison = fleet.open(1, key_env="MY_KEY"), list(FEW[0].token_ids)
+    engine, poison = fleet.open(1, key_env="MY_KEY"), list(FEW[0].prompt.token_ids)
     fleet.hook(lambda body: (401, {"error": "Bearer s3cret"}) if body["token_ids"] == poison else None)
     fleet[0].hooks[CLAIM] = lambda body: (401, {}) if any(one.error for one in engine.pool.servers) else None
     with pytest.raises(RolloutError, match="MY_KEY") as caught:
-        engine.generate(FEW[:1], SAMPLING)
+        engine.generate(FEW[:1])
     assert "s3cret" not in str(caught.value)
     assert sum(body.get("token_ids") == poison for _, body, _ in fleet[0].asked) == 1
     assert all(headers["Authorization"] == "Bearer s3cret" for *_, headers in fleet[0].asked)

@@ -16,7 +16,7 @@ from fake_nccl import MEET, UPDATE, SocketGroup, SocketTransfer, join
 from fake_server import UPDATE as FILE_UPDATE
 from fake_server import Answer, FakeServer
 from refusals import refused
-from served import PROMPTS, SAMPLING, Fleet, lost, moved, responses, server_config, wait_until
+from served import REQUESTS, Fleet, lost, moved, responses, server_config, wait_until
 from small import Dapo, write_recipe
 
 from dapo_runner.http import run
@@ -29,7 +29,7 @@ from dapo_runner.rollout.guard import CLAIM, RELEASE
 from dapo_runner.rollout.server import TRANSFERS, ServerEngine
 from dapo_runner.rollout.transfer import BLOCK, SHARED_MEMORY, FileTransfer, checksum
 
-FEW = PROMPTS[:4]
+FEW = REQUESTS[:4]
 
 
 def test_a_damaged_file_is_not_loaded(fleet: Fleet, policy: Policy) -> None:
@@ -136,7 +136,7 @@ def test_weights_arrive_by_nccl_and_rest(fleet: Fleet, tmp_path: Path, policy: P
     """One group for many updates. A server that is back gets what was published, though the policy has moved on."""
     by_file = fleet.open(2, tmp_path / "weights")
     by_file.update_weights(moved(policy).items())
-    wanted = responses(by_file.generate(FEW, SAMPLING))
+    wanted = responses(by_file.generate(FEW))
     by_file.close()
     engine = open_nccl(fleet)
     engine.update_weights(policy.named_weights())
@@ -145,7 +145,7 @@ def test_weights_arrive_by_nccl_and_rest(fleet: Fleet, tmp_path: Path, policy: P
             policy.model.get_parameter(name).copy_(x)
     engine.update_weights(policy.named_weights())
     assert [server.seen(MEET) for server in fleet.servers] == [1, 1]
-    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+    assert responses(engine.generate(FEW)) == wanted
     fleet[1].kill()
     with pytest.raises(RolloutError, match="weights"):
         engine.update_weights((name, x / 0) for name, x in policy.named_weights())
@@ -156,7 +156,7 @@ def test_weights_arrive_by_nccl_and_rest(fleet: Fleet, tmp_path: Path, policy: P
     fleet[1].start()
     fleet[1].paused = fleet[1].updating = True  # as a trainer that was killed has left it
     fleet[0].kill()
-    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+    assert responses(engine.generate(FEW)) == wanted
     assert [server.seen(MEET) for server in fleet.servers] == [1, 2]
     assert fleet[1].version == engine.transfer.version
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
@@ -184,7 +184,7 @@ def test_a_server_that_takes_no_part_is_left_out(path: str, fleet: Fleet, policy
     del fleet[0].hooks["/health"]
     join(fleet[0])
     fleet[1].kill()
-    assert engine.generate(FEW, SAMPLING)
+    assert engine.generate(FEW)
     assert fleet[0].version == engine.transfer.version
 
 
@@ -201,9 +201,9 @@ def test_a_server_that_dies_half_way_meets_anew(fleet: Fleet, policy: Policy) ->
     fleet[0].hooks[UPDATE] = die
     engine.update_weights(moved(policy).items())
     assert back.wait(120)
-    wanted = responses(engine.generate(FEW, SAMPLING))
+    wanted = responses(engine.generate(FEW))
     fleet[1].kill()
-    assert responses(engine.generate(FEW, SAMPLING)) == wanted
+    assert responses(engine.generate(FEW)) == wanted
     assert fleet[0].seen(MEET) == 2
 
 

@@ -17,7 +17,16 @@ from dapo_runner.config import SegmentsConfig, TreeShape
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation, value_chains
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Completion, Group, Prompt, RolloutRequest, Sample, SamplingParams, Verdict
+from dapo_runner.types import (
+    Completion,
+    Group,
+    Prompt,
+    RolloutRequest,
+    Sample,
+    SamplingParams,
+    Verdict,
+    make_requests,
+)
 
 P_ONE = 0.7  # of the toy policy, for every one of its tokens
 LENGTH = 4
@@ -73,9 +82,8 @@ TREE = TreeShape(branching=(3, 2, 2), tokens=2)
 
 def grow(engine: HFEngine, places: Sequence[int]) -> list[list[Completion]]:
     """Trees of prompts number ``places``: a rank's share."""
-    prompts = [prompt(TEXTS[place], engine) for place in places]
-    each = [SamplingParams(n=12, max_tokens=12, seed=5, index=place) for place in places]
-    return grow_trees(engine.generate, engine.tokenizer, prompts, each, TREE)
+    every = make_requests([prompt(text, engine) for text in TEXTS], SamplingParams(n=12, max_tokens=12, seed=5))
+    return grow_trees(engine.generate, engine.tokenizer, [every[place] for place in places], TREE)
 
 
 def test_a_tree_and_its_leaves(engine: HFEngine) -> None:
@@ -116,7 +124,7 @@ def test_a_continued_response_is_whole(engine: HFEngine) -> None:
     prefix = add_prefix(asked, tokens)
     assert prefix.token_ids == (*asked.token_ids, *tokens.tolist())
     assert (prefix.n_response_tokens, prefix.answer) == (2, "2")
-    ((continuation,),) = engine.generate([prefix], SamplingParams(max_tokens=4))
+    ((continuation,),) = engine.generate(make_requests([prefix], SamplingParams(max_tokens=4)))
     whole = join_continuation(prefix, continuation, engine.tokenizer)
     assert whole.token_ids.tolist() == [*tokens.tolist(), *continuation.token_ids.tolist()]
     assert whole.text.startswith("12")
@@ -126,15 +134,15 @@ def test_a_continued_response_is_whole(engine: HFEngine) -> None:
 
 def test_levels_and_nodes_draw_their_own_random_numbers() -> None:
     """Of every seed and place, which together make the numbers that an engine draws for a prompt."""
-    drawn: list[tuple[int | None, int | None]] = []
+    drawn: list[tuple[int, int]] = []
 
-    def generate(prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> list[list[Completion]]:
-        drawn.extend((item.seed, item.index) for item in each)
+    def generate(requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        drawn.extend((request.sampling.seed, request.index) for request in requests)
         answer = Completion(torch.tensor([3, 4]), torch.zeros(2), "length", "")
-        return [[answer] * item.n for item in each]
+        return [[answer] * request.sampling.n for request in requests]
 
-    asked = [SamplingParams(n=12, max_tokens=12, seed=5, index=place) for place in (0, 1)]
     prompts = [Prompt(str(i), (3, 4), "", "") for i in (0, 1)]
-    grow_trees(generate, make_tokenizer(), prompts, asked, TREE)
+    requests = make_requests(prompts, SamplingParams(n=12, max_tokens=12, seed=5))
+    grow_trees(generate, make_tokenizer(), requests, TREE)
     assert len(set(drawn)) == len(drawn) == 2 * (1 + 3 + 6)
     assert len({seed for seed, _ in drawn}) == 3  # one of each level

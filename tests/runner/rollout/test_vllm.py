@@ -30,7 +30,7 @@ from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.types import DEFAULT_OPTIONS, Completion, Prompt, SamplingParams
+from dapo_runner.types import DEFAULT_OPTIONS, Completion, Prompt, SamplingParams, make_requests
 
 pytestmark = [
     pytest.mark.vllm,
@@ -112,10 +112,10 @@ def test_turns_join_the_running_batch(engine: VLLMEngine, learner: Learner) -> N
     assert engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching  # it keeps earlier turns
     runner = EpisodeRunner(make_config(env={"kind": "talkers:Talker"}), engine.tokenizer)
     prompts = [prompt(text, engine) for text in ("1+1=", "12+34=")]
-    sampling = [SamplingParams(n=3, max_tokens=40, seed=3, index=index) for index in range(2)]
+    requests = make_requests(prompts, SamplingParams(n=3, max_tokens=40, seed=3))
     stop_ids, engine.stop_ids = engine.stop_ids, [*engine.stop_ids, *range(4, 12)]
     try:
-        groups = runner(engine, prompts, sampling, DEFAULT_OPTIONS)
+        groups = runner(engine, requests, DEFAULT_OPTIONS)
     finally:
         engine.stop_ids = stop_ids
     assert max(len(one.policy_turns) for group in groups for one in group) == 3
@@ -160,7 +160,7 @@ def test_truncated_sampling(cut: dict[str, Any], engine: VLLMEngine, learner: Le
     """Log-probs are those of the truncated distribution, and its tokens are listed where that is asked for."""
     asked, is_masked, model = prompt("12+34=", engine), "top_k" in cut, plain_model(learner)
     sampling = SamplingParams(n=200, max_tokens=2, seed=2, sampling_mask=is_masked, **cut)
-    (answers,) = engine.generate([asked], sampling)
+    (answers,) = engine.generate(make_requests([asked], sampling))
     first = set[int]()
     for number, answer in enumerate(answers):
         ids = torch.tensor([*asked.token_ids, *answer.token_ids.tolist()])
@@ -180,7 +180,7 @@ def test_truncated_sampling(cut: dict[str, Any], engine: VLLMEngine, learner: Le
 def test_more_tokens_than_one_batch_takes_are_prefilled_whole(engine: VLLMEngine) -> None:
     """A seeded prompt prefilled in two pieces ends vLLM on a CPU."""
     asked = [Prompt(str(i), tuple(torch.randint(5, 12, (150,)).tolist()), "", "") for i in range(80)]
-    groups = engine.generate(asked, SamplingParams(max_tokens=2))
+    groups = engine.generate(make_requests(asked, SamplingParams(max_tokens=2)))
     assert [len(group) for group in groups] == [1] * 80
 
 

@@ -17,7 +17,7 @@ from dapo_runner.config import ModelConfig
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.types import Prompt, SamplingParams
+from dapo_runner.types import Prompt, SamplingParams, make_requests
 
 ASKED = [Prompt("p", (3, 4), "", "")]
 
@@ -80,7 +80,7 @@ def open_engine(folder: Path, device: str = "cuda", **model: Any) -> VLLMEngine:
 def test_a_log_prob_that_is_missing_is_unknown(model_folder: Path) -> None:
     """NaN or +∞ of vLLM, at a token whose probability is near 1."""
     engine = open_engine(model_folder)
-    ((found, again),) = engine.generate(ASKED, SamplingParams(n=2, temperature=0.0, max_tokens=3))
+    ((found, again),) = engine.generate(make_requests(ASKED, SamplingParams(n=2, temperature=0.0, max_tokens=3)))
     assert found.logprobs.isnan().tolist() == [True, True, False]
     assert found.logprobs[2] == -0.5
     assert again is found  # greedy responses are equal
@@ -95,7 +95,7 @@ def test_memory_is_freed_until_new_weights_come(model_folder: Path) -> None:
     for _ in range(2):
         engine.release()
     with pytest.raises(RuntimeError, match="update_weights"):
-        engine.generate(ASKED, SamplingParams(max_tokens=1))
+        engine.generate(make_requests(ASKED, SamplingParams(max_tokens=1)))
     for _ in range(2):
         engine.update_weights(weights.named_weights())
     loaded = ("reload_weights", len(list(weights.named_weights())))
@@ -104,7 +104,7 @@ def test_memory_is_freed_until_new_weights_come(model_folder: Path) -> None:
     assert engine.llm.arguments["enable_sleep_mode"]
     engine.llm.resets = False
     for call in (
-        lambda: engine.generate(ASKED, SamplingParams()),
+        lambda: engine.generate(make_requests(ASKED, SamplingParams())),
         lambda: engine.update_weights(weights.named_weights()),
     ):
         with pytest.raises(RuntimeError):  # prompt prefixes of earlier weights

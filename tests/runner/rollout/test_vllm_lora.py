@@ -20,7 +20,7 @@ from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.types import SamplingParams
+from dapo_runner.types import SamplingParams, make_requests
 
 __all__ = ["pytestmark", "tiny"]
 LORA = {"rank": 5, "alpha": 20}  # a rank that vLLM rounds up
@@ -62,13 +62,13 @@ def test_turns_of_an_open_call_are_answered_by_the_adapters(engine: VLLMEngine, 
     learner = load_learner(lora_config(tiny))
     draw(learner, seed=7)
     engine.sync(learner.policy)
-    asked, sampling = prompt("1+1=", engine), SamplingParams(temperature=0.0, max_tokens=6)
+    (request,) = make_requests([prompt("1+1=", engine)], SamplingParams(temperature=0.0, max_tokens=6))
     call = engine.open_call(None, lambda: None, 1)  # type: ignore[arg-type]
-    call.add(0, asked, sampling)
+    call.add(0, request)
     found: list[Any] = []
     while not found:
         found = call.work()
-    ((one,),) = engine.generate([asked], sampling)
+    ((one,),) = engine.generate([request])
     torch.testing.assert_close(found[0][1].logprobs, one.logprobs, atol=1e-5, rtol=0)
 
 

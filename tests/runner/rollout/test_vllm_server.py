@@ -33,7 +33,7 @@ from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import TRANSFERS, ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import CallOptions, Completion, Prompt, SamplingParams
+from dapo_runner.types import CallOptions, Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 
 __all__ = ["pytestmark", "tiny"]
 
@@ -127,8 +127,9 @@ def test_it_is_the_engine_of_this_process(config: Config, open_engine: Opener) -
     sampling = SamplingParams(n=4, max_tokens=12, seed=3)
     varied: list[dict[str, Any]] = [{}, {"stop": ("2", "9")}, {"temperature": 0.0}, {"top_p": 0.7}, {}]
     each = [replace(sampling, **fields) for fields in varied]
-    before = engine.generate(asked, each)
-    assert_alike(before, inside.generate(asked, each))
+    requests = list(map(RolloutRequest, range(5), asked, each))
+    before = engine.generate(requests)
+    assert_alike(before, inside.generate(requests))
 
     change(learner)
     with pytest.raises(OutOfSyncError):
@@ -136,8 +137,8 @@ def test_it_is_the_engine_of_this_process(config: Config, open_engine: Opener) -
     for one in (engine, inside):
         one.update_weights(learner.policy.named_weights())
     assert probe(engine, learner)["gap"] < 1e-4
-    after = engine.generate(asked, each)
-    assert_alike(after, inside.generate(asked, each))
+    after = engine.generate(requests)
+    assert_alike(after, inside.generate(requests))
     assert [one.token_ids.tolist() for one in after[0]] != [one.token_ids.tolist() for one in before[0]]
     for one in after[-1]:  # longer than a block of the prefix cache
         torch.testing.assert_close(one.logprobs, policy_logprobs(learner, asked[-1], one), atol=1e-4, rtol=1e-4)
@@ -158,7 +159,7 @@ def answers_across(
 ) -> list[tuple[Prompt, Completion]]:
     """Return those of a call in the midst of which new weights come."""
     before = read_metric(config, "request_success_total")
-    found = in_thread(lambda: engine.generate(asked, sampling))
+    found = in_thread(lambda: engine.generate(make_requests(asked, sampling)))
     wait_until(lambda: read_metric(config, "request_success_total") > before)
     engine.update_weights(learner.policy.named_weights())
     return [(one, answer) for one, group in zip(asked, found(), strict=True) for answer in group]
@@ -211,13 +212,13 @@ def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> N
     asked, sampling = prompts()[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
 
     def ask_for_more() -> None:
-        found = engine.generate(asked, sampling, CallOptions(completion_fraction=1 / 4))
+        found = engine.generate(make_requests(asked, sampling), CallOptions(completion_fraction=1 / 4))
         assert sorted(map(len, found)) == [0] * 180 + [4] * 60
 
     for _ in range(4):  # on a busy machine it may have answered everything by the time it hears of it
         before = read_metric(config, "request_success_total")
         ask_for_more()
-        assert engine.generate(asked[:1], sampling)[0]
+        assert engine.generate(make_requests(asked[:1], sampling))[0]
         wait_until(lambda: not sum(read_metric(config, f"num_requests_{state}") for state in ("running", "waiting")))
         if read_metric(config, "request_success_total") - before < 4 * len(asked):
             break
@@ -226,7 +227,7 @@ def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> N
     ask_for_more()
     learner = in_turn(config)[2]
     engine.update_weights(learner.policy.named_weights())
-    for answer in engine.generate(asked[:1], sampling)[0]:
+    for answer in engine.generate(make_requests(asked[:1], sampling))[0]:
         assert [stretch.version for stretch in answer.versions] == [2]
         torch.testing.assert_close(answer.logprobs, policy_logprobs(learner, asked[0], answer), atol=1e-4, rtol=1e-4)
     assert not notes
@@ -250,7 +251,7 @@ def test_the_guard_of_a_real_server(
     with pytest.raises(ServerError, match="the other"):
         run(Server(url, config.rollout.server).post("/pause"))
     waited = ServerEngine(str(config.model.path), make_tokenizer(), config)  # for the end of the lease
-    assert waited.generate(prompts()[:1], SamplingParams(n=1, max_tokens=4))
+    assert waited.generate(make_requests(prompts()[:1], SamplingParams(n=1, max_tokens=4)))
     file = next(waited.transfer.folder.glob("*.safetensors"))
     with pytest.raises(ServerError, match="500"):
         run(waited.pool.servers[0].post("/collective_rpc", {"method": "load_weights_file", "args": [str(file), "1"]}))
