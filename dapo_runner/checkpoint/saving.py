@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapsh
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
+from dapo_runner.rewards.reward import in_thread
 
 
 def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> Checkpoint:
@@ -42,15 +43,7 @@ class BackgroundSaves:
     def start(self, folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> None:
         """Start ``save_checkpoint`` in the background. The previous save must be finished."""
         write = _stage(folder, step, learner, snapshot, keep, copied=True)
-        self._pending = pending = Future[Checkpoint]()
-
-        def run() -> None:
-            try:
-                pending.set_result(write(self._world))
-            except BaseException as error:  # raised again by `finish`
-                pending.set_exception(error)
-
-        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        self._pending = in_thread(partial(write, self._world))
 
     def finish(self) -> Checkpoint | None:
         """Wait for the save in progress and return its result; None without one. Raises CheckpointError."""

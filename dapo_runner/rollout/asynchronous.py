@@ -6,15 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dapo_runner.errors import RunError
+from dapo_runner.rewards.reward import in_thread
 from dapo_runner.rollout.group_buffer import SampledStep, without_rows
 from dapo_runner.rollout.sampler import DynamicSampler, GenerateRound
 from dapo_runner.types import Group, Prompt
 
-JOIN_TIMEOUT = 60.0  # seconds to wait for each thread at the end of a run
+JOIN_TIMEOUT = 60.0  # seconds to wait for rounds at the end of a run
 
 
 class SamplingStalledError(RunError):
@@ -23,15 +26,11 @@ class SamplingStalledError(RunError):
 
 @dataclass(eq=False)
 class _Round:
-    """A round of prompts in flight. ``position``: the cursor before them. ``number``: of the round in the run."""
+    """A round of prompts in flight. ``position``: the cursor before them."""
 
     position: dict[str, int]
     prompts: list[Prompt]
-    number: int
-    groups: list[Group] = field(default_factory=list)
-    error: BaseException | None = None
-    is_done: bool = False
-    thread: threading.Thread | None = None
+    groups: Future[list[Group]]
 
 
 class AsynchronousSampler:
@@ -94,12 +93,11 @@ class AsynchronousSampler:
             self.step -= 1
 
     def close(self) -> None:
-        """Start no more rounds. Wait for those in flight, at most JOIN_TIMEOUT seconds each."""
+        """Start no more rounds. Wait for those in flight, at most JOIN_TIMEOUT seconds."""
         with self._changed:
             self._is_closed = True
-            threads = [round_.thread for round_ in self._rounds if round_.thread is not None]
-        for thread in threads:
-            thread.join(JOIN_TIMEOUT)
+            rounds = [round_.groups for round_ in self._rounds]
+        wait(rounds, JOIN_TIMEOUT)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a sampler that has the accepted groups not yet trained on, and resubmits the others."""
@@ -141,11 +139,9 @@ class AsynchronousSampler:
                 if self.buffer.is_done:
                     self._is_filling = False
                     self._ready.append(self.buffer.take_step())
-                elif self._rounds and self._rounds[0].is_done:
-                    if (error := self._rounds[0].error) is not None:
-                        raise error
-                    round_ = self._rounds.popleft()
-                    self.sampler.add_round(round_.prompts, round_.groups)
+                elif self._rounds and self._rounds[0].groups.done():
+                    groups = self._rounds[0].groups.result()
+                    self.sampler.add_round(self._rounds.popleft().prompts, groups)
                 else:
                     self._submit_rounds(generate)
                     break
@@ -167,26 +163,21 @@ class AsynchronousSampler:
     def _submit_rounds(self, generate: GenerateRound) -> None:
         """Submit one round for the missing groups, and more for later steps that may be sampled already."""
         sampler, buffer, wanted = self.sampler, self.buffer, self.buffer.config.prompts_per_step
+        submitted = list[Future[list[Group]]]()
         while (n := len(self._rounds)) < self.n_rounds:
             further = self._furthest_step - buffer.step if n else 0
             missing = buffer.missing + further * wanted - buffer.expected(self.in_flight)
             if missing <= 0:
-                return
+                break
             position = sampler.cursor.place
             prompts = sampler.cursor.take(buffer.round_size(min(missing, wanted)), buffer.step + min(n, further))
-            round_ = _Round(position, prompts, sampler.n_rounds + n)
-            # A daemon thread, so that a stuck round cannot keep the process alive.
-            round_.thread = threading.Thread(target=self._run_round, args=[round_, generate], daemon=True)
-            self._rounds.append(round_)
+            submitted.append(in_thread(partial(generate, prompts, sampler.n_rounds + n)))
+            self._rounds.append(_Round(position, prompts, submitted[-1]))
             self._last_change = time.monotonic()
-            round_.thread.start()
+        for groups in submitted:  # only now: for a round that has ended already this calls `_end_round` here
+            groups.add_done_callback(lambda _: self._end_round(generate))
 
-    def _run_round(self, round_: _Round, generate: GenerateRound) -> None:
-        try:
-            round_.groups = generate(round_.prompts, round_.number)
-        except BaseException as error:  # raised again by `next`
-            round_.error = error
+    def _end_round(self, generate: GenerateRound) -> None:
         with self._changed:
-            round_.is_done = True
             self._last_change = time.monotonic()
             self._advance(generate)
