@@ -37,14 +37,13 @@ async def _served_facts(client: Any) -> dict[str, Any]:
 
 
 class Ownership:
-    """The run that owns a server, until it releases the server or does not renew its claim for ``lease`` seconds.
+    """The run that owns a server, until it releases the server or does not renew its claim for LEASE seconds.
 
     A claim has the ``token`` of a run, shared by its ranks, its ``owner`` as text, and its ``model_facts``.
     """
 
-    def __init__(self, lease: float = LEASE) -> None:
-        self.lease, self.token, self.owner = lease, "", ""
-        self.until = 0.0
+    def __init__(self) -> None:
+        self.token, self.owner, self.until = "", "", 0.0
         self.n_requests = 0  # of the owner, in progress
         self.n_claims = 0
 
@@ -57,7 +56,7 @@ class Ownership:
             if self.n_claims != n_claims:  # renewed meanwhile: the owner is alive
                 return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
             await asyncio.sleep(0.05)
-        self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + self.lease
+        self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + LEASE
         self.n_claims += 1
         return None
 
@@ -82,7 +81,7 @@ class Ownership:
         finally:
             self.n_requests -= 1
             if self.until:  # else it was released
-                self.until = time.monotonic() + self.lease
+                self.until = time.monotonic() + LEASE
 
     def _belongs_to_another(self, token: str) -> bool:
         return (time.monotonic() < self.until or self.n_requests > 0) and token != self.token

@@ -60,11 +60,9 @@ class ServerPool:
         claim: Mapping[str, Any],
         trial: Mapping[str, Any],
         note: Note,
-        rest: float = REST,
-        renew: float = RENEW,
     ) -> None:
         """Take ``claim``, described in ``Ownership``, and ``trial``, the short request."""
-        self.settings, self.transfer, self.rest, self.renew = settings, transfer, rest, renew
+        self.settings, self.transfer = settings, transfer
         self.servers = [Server(url, settings, claim["token"]) for url in settings.urls]
         self.changed = Signal()
         self._claim, self._trial, self._note = claim, trial, note
@@ -112,7 +110,7 @@ class ServerPool:
         if server.error is None:
             server.is_unprobed = True
             if not server.rest:
-                server.rest, server.penalty = self.rest, 0.0
+                server.rest, server.penalty = REST, 0.0
                 self._note(f"{server} is excluded until it is healthy again: {error}")
             server.penalty = 2 * server.penalty + getattr(error, "waited", 0.0)
             server.out_until = time.monotonic() + server.penalty
@@ -160,7 +158,7 @@ class ServerPool:
             except Exception as error:  # nothing awaits this task: if it died, calls would wait forever
                 self.lose(server, ServerError(f"{server}: {type(error).__name__}: {error}"))
             self.changed.set()
-            await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), self.renew)
+            await self.changed.wait_until(lambda: server.error is not None or self._is_behind(server), RENEW)
 
     def _is_behind(self, server: Server) -> bool:
         """Return whether this rank must send weights to a server. Only rank 0 does; ``follow`` updates the others."""

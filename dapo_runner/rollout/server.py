@@ -34,7 +34,7 @@ from dapo_runner.rollout.client import GENERATE, RolloutError, Server, ServerErr
 from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
 from dapo_runner.rollout.guard import model_facts
 from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.pool import RENEW, REST, ServerPool
+from dapo_runner.rollout.pool import ServerPool
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
 from dapo_runner.types import (
@@ -116,8 +116,6 @@ class ServerEngine(RolloutEngine):
         config: Config,
         world: World = SINGLE_PROCESS,
         note: Note = lambda _: None,
-        rest: float = REST,
-        renew: float = RENEW,
     ) -> None:
         """Send the weights of ``source`` to the servers. ``note`` gets a line for each server that fails or recovers.
 
@@ -142,7 +140,7 @@ class ServerEngine(RolloutEngine):
         claim = {"token": self.run, "owner": owner, "model": facts}
         short = RolloutRequest(0, Prompt("", (self.stop_ids[0],), "", ""), SamplingParams(max_tokens=1))
         (trial,) = self._bodies([short], None)
-        self.pool = ServerPool(settings, self.transfer, claim, trial, note, rest, renew)
+        self.pool = ServerPool(settings, self.transfer, claim, trial, note)
         weakref.finalize(self, self.pool.close)  # its tasks would not end otherwise
         self._model = load_model(source, config.model, torch.device("meta"), "sdpa")
         try:

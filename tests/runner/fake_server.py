@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.guard import CLAIM, LEASE, RELEASE, RUN, Ownership, model_facts
+from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_facts
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.receiver import Receiver
 from dapo_runner.run.tiny_model import make_tokenizer
@@ -35,9 +35,9 @@ Hook = Callable[[dict[str, Any]], Answer | None]
 class FakeServer:
     """``hooks`` by path get a request's body and its query, and may answer in the place of the server."""
 
-    def __init__(self, model: Path, engine: Callable[[], Any] | None = None, lease: float = LEASE) -> None:
+    def __init__(self, model: Path, engine: Callable[[], Any] | None = None) -> None:
         """Answer with the transformers engine of ``model``, or with what ``engine`` returns at every start."""
-        self.config, self.dtype, self.lease = AutoConfig.from_pretrained(model), "float32", lease
+        self.config, self.dtype = AutoConfig.from_pretrained(model), "float32"
         if engine is None:
             # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
             weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
@@ -58,7 +58,7 @@ class FakeServer:
 
     def start(self) -> None:
         """Start with the weights of the model, as `dapo serve` does."""
-        self.engine, self.ownership = self._make_engine(), Ownership(self.lease)
+        self.engine, self.ownership = self._make_engine(), Ownership()
         self.version, self.paused, self.updating = "default", False, False
         self._http = ThreadingHTTPServer(("127.0.0.1", self._port), _handler(self))
         self._http.daemon_threads = True

@@ -12,6 +12,7 @@ from served import Fleet, HashEngine
 
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
+from dapo_runner.rollout import pool
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.run.tiny_model import make_tokenizer
 
@@ -23,8 +24,9 @@ def engine(model_folder: Path) -> HFEngine:
 
 
 @pytest.fixture
-def fleet(model_folder: Path, tmp_path: Path) -> Iterator[Fleet]:
-    """Servers that compute nothing."""
+def fleet(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Servers that compute nothing, and are tried again soon."""
+    monkeypatch.setattr(pool, "REST", 0.01)
     servers = [FakeServer(model_folder, HashEngine) for _ in range(2)]
     with Fleet(model_folder, servers, tmp_path) as fleet:
         yield fleet

@@ -18,7 +18,6 @@ from small import small_recipe
 from dapo_runner.config import Config
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import Server
-from dapo_runner.rollout.pool import RENEW, REST
 from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.run.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
@@ -72,11 +71,9 @@ def server_config(
     )
 
 
-def open_engine(
-    model: Path, servers: list[FakeServer], folder: Path, rest: float = REST, renew: float = RENEW, **settings: Any
-) -> ServerEngine:
+def open_engine(model: Path, servers: list[FakeServer], folder: Path, **settings: Any) -> ServerEngine:
     config, notes = server_config(model, servers, folder, **settings), list[str]()
-    engine = ServerEngine(model, make_tokenizer(), config, note=notes.append, rest=rest, renew=renew)
+    engine = ServerEngine(model, make_tokenizer(), config, note=notes.append)
     engine.notes = notes
     return engine
 
@@ -102,9 +99,9 @@ class Fleet:
     def __getitem__(self, index: int) -> FakeServer:
         return self.servers[index]
 
-    def open(self, n: int = 2, folder: Path | None = None, rest: float = 0.01, **settings: Any) -> ServerEngine:
+    def open(self, n: int = 2, folder: Path | None = None, **settings: Any) -> ServerEngine:
         """Open an engine over the first ``n`` servers."""
-        self.engines.append(open_engine(self.model, self.servers[:n], folder or self.folder, rest, **settings))
+        self.engines.append(open_engine(self.model, self.servers[:n], folder or self.folder, **settings))
         return self.engines[-1]
 
     def hook(self, hook: Hook, path: str = GENERATE) -> None:

@@ -27,6 +27,7 @@ from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.http import run
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout import guard, pool
 from dapo_runner.rollout.client import RolloutError, Server, ServerError
 from dapo_runner.rollout.guard import CLAIM, OWNED, Guard, Ownership, model_facts
 from dapo_runner.rollout.receiver import Receiver
@@ -200,11 +201,12 @@ def test_a_server_with_other_numerics_is_refused(
 
 
 @pytest.mark.parametrize("ends", ["by close", "killed", "restarted"])
-def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) -> None:
+def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the run ends, however. A server that is started anew is claimed anew."""
     server: FakeServer = fleet[0]
-    server.ownership.lease = server.lease = 2.0
-    engine = fleet.open(1, renew=0.3)
+    monkeypatch.setattr(guard, "LEASE", 2.0)
+    monkeypatch.setattr(pool, "RENEW", 0.3)
+    engine = fleet.open(1)
     wanted = responses(engine.generate(REQUESTS[:2]))
     if ends == "restarted":
         server.kill()
@@ -226,9 +228,10 @@ def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy) ->
     assert responses(fleet.open(1).generate(REQUESTS[:2])) == wanted
 
 
-def test_a_request_that_ends_after_its_run_keeps_nobody_out() -> None:
+def test_a_request_that_ends_after_its_run_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a request prolongs the claim. That is no sign of life: only claims are."""
-    ownership, model = Ownership(lease=0.05), {"layers": 2}
+    monkeypatch.setattr(guard, "LEASE", 0.05)
+    ownership, model = Ownership(), {"layers": 2}
 
     async def claims() -> list[str | None]:
         first = await ownership.claim({"token": "a", "owner": "a", "model": model}, model)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from served import PROMPTS, REQUESTS, Fleet, in_thread, is_trial, lost, moved, responses, wait_until
 
 from dapo_runner.policy.model import Policy
+from dapo_runner.rollout import pool
 from dapo_runner.rollout.client import RolloutError, Server
 from dapo_runner.rollout.guard import CLAIM
 from dapo_runner.rollout.server import ATTEMPTS, TRANSFERS
@@ -150,8 +151,11 @@ def test_one_server_fails_and_recovers(name: str, fleet: Fleet, policy: Policy) 
     assert fleet[0].version == engine.transfer.version
 
 
-def test_a_server_that_restarts_unasked_gets_the_weights_again(fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open(renew=0.1)
+def test_a_server_that_restarts_unasked_gets_the_weights_again(
+    fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "RENEW", 0.1)
+    engine = fleet.open()
     engine.update_weights(moved(policy).items())
     wanted = responses(engine.generate(FEW))
     restart(fleet, None)
@@ -184,8 +188,11 @@ def test_servers_killed_and_restarted_at_random_moments(fleet: Fleet, policy: Po
     assert responses(engine.generate(REQUESTS)) == wanted
 
 
-def test_a_server_that_fails_again_and_again_is_tried_less_and_less(fleet: Fleet) -> None:
-    engine, tried = fleet.open(rest=0.05), list[float]()
+def test_a_server_that_fails_again_and_again_is_tried_less_and_less(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "REST", 0.05)
+    engine, tried = fleet.open(), list[float]()
     fleet[0].hooks |= {GENERATE: lambda body: (500, {}), "/health": lambda body: tried.append(time.monotonic())}
     fleet[1].hooks[GENERATE] = lambda body: None if fleet[0].seen(GENERATE) else (500, {})
     tried.clear()

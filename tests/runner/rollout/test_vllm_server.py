@@ -27,6 +27,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, dump_config
 from dapo_runner.http import run
+from dapo_runner.rollout import pool
 from dapo_runner.rollout.client import RefusedError, Server, ServerError, key_file, server_key
 from dapo_runner.rollout.guard import CLAIM, OWNED, RELEASE, model_facts
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
@@ -273,6 +274,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(TRANSFERS, "nccl", gloo_for_nccl.Transfer)
     gloo_for_nccl.replace(monkeypatch.setattr)
     gloo_for_nccl.replace_streams(monkeypatch.setattr)
+    monkeypatch.setattr(pool, "RENEW", 60.0)
     path, url = str(config.model.path), free_address()
     servers = config.rollout.server.model_copy(update={"urls": [url], "transfer": "nccl", "folder": tmp_path / "none"})
     config = with_rollout(config, server=servers)
@@ -282,7 +284,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
     learner, probe = load_learner(config), SyncProbe(prompts(), config)
     with running(command, tmp_path / "log", **environment):
-        engine = ServerEngine(path, make_tokenizer(), config, renew=60.0)
+        engine = ServerEngine(path, make_tokenizer(), config)
         (server,) = engine.pool.servers
         groups = [engine.transfer._groups[server]]
         for _ in range(2):
