@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dapo_runner.config import Config
 from dapo_runner.errors import RunError
 from dapo_runner.rewards.reward import in_thread
 from dapo_runner.rollout.group_buffer import SampledStep, without_rows
@@ -40,13 +41,13 @@ class AsynchronousSampler:
     responses of the current step. A round is accepted only after all earlier rounds.
     """
 
-    def __init__(
-        self, sampler: DynamicSampler, max_staleness: int, last_step: int, round_timeout: float, n_rounds: int = 1
-    ) -> None:
-        """Allow ``n_rounds`` in flight, each of ``round_timeout`` seconds at most while a step waits for it."""
+    def __init__(self, sampler: DynamicSampler, config: Config) -> None:
+        """Take a sampler whose state is loaded."""
+        rollout = config.rollout
         self.sampler, self.buffer = sampler, sampler.buffer
-        self.max_staleness, self.last_step = max_staleness, last_step
-        self.round_timeout, self.n_rounds = round_timeout, n_rounds
+        self.max_staleness, self.last_step = rollout.max_staleness, config.run.steps
+        self.n_rounds = rollout.max_staleness + 1 if rollout.partial else 1  # most in flight
+        self.round_timeout = rollout.server.round_within  # seconds for each while a step waits for it
         self.step = self.buffer.step  # that trains now, or trained last
         self._ready: deque[SampledStep] = deque()
         self._rounds: deque[_Round] = deque()  # submitted, not accepted yet

@@ -14,7 +14,6 @@ from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rewards.scoring import unmatchable_answers
-from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.context import RunContext
@@ -69,10 +68,3 @@ def build_sampler(config: Config, dataset: Dataset, progress: Progress) -> Dynam
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     return DynamicSampler(cursor, GroupBuffer(config), progress.round)
-
-
-def make_asynchronous(sampler: DynamicSampler, config: Config) -> AsynchronousSampler:
-    """Wrap ``sampler``, whose state is loaded, so that it samples later steps while earlier ones train."""
-    rollout = config.rollout
-    n_rounds = rollout.max_staleness + 1 if rollout.partial else 1
-    return AsynchronousSampler(sampler, rollout.max_staleness, config.run.steps, rollout.server.round_within, n_rounds)

@@ -20,12 +20,13 @@ from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.engine import engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.worker import RolloutWorker
-from dapo_runner.run.builders import build_dataset, build_learner, build_sampler, initial_model, make_asynchronous
+from dapo_runner.run.builders import build_dataset, build_learner, build_sampler, initial_model
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_config
@@ -96,7 +97,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
         dataset=dataset,
         learner=learner,
         worker=worker,
-        sampler=make_asynchronous(sampler, config) if config.rollout.max_staleness else sampler,
+        sampler=AsynchronousSampler(sampler, config) if config.rollout.max_staleness else sampler,
         sync_probe=probe,
         log=log,
         stop=stop,

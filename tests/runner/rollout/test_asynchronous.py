@@ -14,7 +14,6 @@ from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.asynchronous import AsynchronousSampler, SamplingStalledError
 from dapo_runner.rollout.group_buffer import GroupBuffer, SamplingExhaustedError
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.run.builders import make_asynchronous
 from dapo_runner.types import Group, Prompt
 
 STEPS = 8
@@ -40,10 +39,16 @@ class Rounds(Engine):
         return groups
 
 
+def ahead_of(sampler: DynamicSampler, lead: int, partial: bool = True, within: float = 300.0) -> AsynchronousSampler:
+    rollout = {"engine": "server", "max_staleness": lead, "partial": partial, "correction": {"weights": "token"}}
+    server = {"answer_within": within / 8}
+    return AsynchronousSampler(sampler, make_config(rollout=rollout | {"server": server}, run={"steps": STEPS}))
+
+
 def sample_ahead(engine: Rounds, lead: int = 2, n_rounds: int = 1, within: float = 300.0) -> AsynchronousSampler:
     acceptance = 1 / 3 if engine.script is every_third else 0.9
-    sampler = make_sampler(max_age=9, initial_acceptance=acceptance)
-    engine.ahead = AsynchronousSampler(sampler, lead, STEPS, within, n_rounds)
+    engine.ahead = ahead_of(make_sampler(max_age=9, initial_acceptance=acceptance), lead, within=within)
+    engine.ahead.n_rounds = n_rounds
     return engine.ahead
 
 
@@ -100,7 +105,8 @@ def test_no_round_takes_the_prompts_of_a_step_that_may_not_be_sampled_yet() -> N
     is_over = False
     engine = Rounds(lambda i: "RW" if i % 9 == 0 else "RR")
     engine.before = lambda number: wait_until(lambda: is_over or sampler.n_rounds >= number)
-    engine.ahead = ahead = AsynchronousSampler(sampler, 1, STEPS, 300.0, 3)
+    engine.ahead = ahead = ahead_of(sampler, 1)
+    ahead.n_rounds = 3
     for _ in range(STEPS):
         ahead.next(engine)
     is_over = True
@@ -208,8 +214,7 @@ def test_a_step_may_take_the_time_of_all_its_rounds() -> None:
 
 @pytest.mark.parametrize(("ahead", "partial", "rounds"), [(1, True, 2), (3, True, 4), (3, False, 1)])
 def test_how_many_rounds_are_in_flight(ahead: int, partial: bool, rounds: int) -> None:
-    rollout = {"engine": "server", "max_staleness": ahead, "partial": partial, "correction": {"weights": "token"}}
-    assert make_asynchronous(make_sampler(), make_config(rollout=rollout)).n_rounds == rounds
+    assert ahead_of(make_sampler(), ahead, partial).n_rounds == rounds
 
 
 def test_a_resume_counts_the_tokens_of_a_step_that_was_half_sampled() -> None:
