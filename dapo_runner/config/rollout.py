@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -25,6 +24,9 @@ from dapo_runner.types import SamplingParams
 
 # vLLM 0.32 raises smaller temperatures to 0.01 and rejects those above 2.
 VLLM_TEMPERATURES = (0.01, 2.0)
+ADDRESS = re.compile(  # scheme, host and port
+    r"(https?)://([\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[0-9a-f:.]+(?:%[\w.-]+)?\])(?::([0-9]*))?/*"
+)
 
 
 class EngineSpec(NamedTuple):
@@ -105,24 +107,17 @@ class ServerConfig(Section):
     @field_validator("urls")
     @classmethod
     def _check_addresses(cls, urls: list[str]) -> list[str]:
-        if wrong := [url for url in urls if _host_and_port(url) is None]:
-            got = "one with an @" if "@" in wrong[0] else wrong[0]  # it may hold a password, which must not be printed
-            raise ValueError(f"expected addresses like http://localhost:8000 (a key is set by key_env), got {got}")
-        if len(set(map(_host_and_port, urls))) < len(urls):
+        places = set[tuple[str, int]]()
+        for url in urls:
+            found = ADDRESS.fullmatch(url.lower())
+            port = int(found[3] or {"http": 80, "https": 443}[found[1]]) if found else 0
+            if not (found and 0 < port < 2**16):
+                got = "one with an @" if "@" in url else url  # it may hold a password, which must not be printed
+                raise ValueError(f"expected addresses like http://localhost:8000 (a key is set by key_env), got {got}")
+            places.add((found[2], port))
+        if len(places) < len(urls):
             raise ValueError(f"expected each server once, got {', '.join(urls)}")
         return urls
-
-
-def _host_and_port(url: str) -> tuple[str, int] | None:
-    """Return host and port of a server's address; None for any other text."""
-    with suppress(ValueError):  # raised by an invalid port or host name
-        parts = urlsplit(url)
-        host = (parts.hostname or "").encode("idna").decode()
-        port = {"http": 80, "https": 443}.get(parts.scheme, 0) if parts.port is None else parts.port
-        bare = url.rstrip("/").lower() == f"{parts.scheme}://{parts.netloc}".lower() and not set(url) & {" ", "@"}
-        if parts.scheme in ("http", "https") and host and port and bare:
-            return host, port
-    return None
 
 
 class VLLMConfig(Section):
