@@ -42,7 +42,7 @@ class RunLog:
         one less than ``first_step``, to remove the lines of an attempt that saved no checkpoint.
         """
         folder, settings = config.run_dir, config.logging
-        self.folder, self.first_step, self.n_samples, self.trackers = folder, first_step, settings.samples, trackers
+        self.folder, self.first_step, self.trackers, self.n_samples = folder, first_step, trackers, settings.n_samples
         self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
         token_tokenizer = tokenizer if settings.rollouts.per_token else None
