@@ -99,11 +99,6 @@ class ServerConfig(Section):
     answer_within: PositiveFloat = 1800.0  # seconds for the responses to one prompt
     sync_within: PositiveFloat = 600.0  # seconds for a server to load new weights, or to become reachable
 
-    @property
-    def round_within(self) -> float:
-        """Seconds for a whole round of prompts to be completed and scored."""
-        return 8 * self.answer_within
-
     @field_validator("urls")
     @classmethod
     def _check_addresses(cls, urls: list[str]) -> list[str]:
