@@ -133,6 +133,7 @@ class ConvertConfig(AuxiliaryModel, ProblemsConfig):
     A reply has up to 8192 tokens; `options.max_tokens` sets another limit.
     """
 
+    model: str  # the model's name on the server
     url: str  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
     concurrency: PositiveInt = 16  # requests at a time
 
