@@ -59,12 +59,7 @@ class ToolEnvironment(Environment):
         self.functions = {tool.__name__: tool for tool in tools}
         if len(self.functions) < len(tools):
             raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
-        try:
-            self.tools = list(map(get_json_schema, tools))
-        except Exception as error:  # of docstrings and type hints
-            raise ConfigError(
-                f"env: expected tools with type hints and docstrings of all arguments: {error}"
-            ) from error
+        self.tools = list(map(get_json_schema, tools))
         self.state, self.tokenizer, self.max_error = state, tokenizer, max_error
         self.counts = Counter(tool_calls=0, tool_errors=0, tool_episodes=0)
         self.loop: asyncio.AbstractEventLoop | None = None  # of the episode, which connections may be bound to
@@ -142,7 +137,12 @@ def template_arguments(config: EnvironmentConfig | None) -> dict[str, Any]:
     """Return how prompts are rendered: with the JSON schemas of tools, up to where `TurnTemplate` goes on."""
     if config is None:
         return {}
-    environment = make_environment(config)()
+    try:
+        environment = make_environment(config)()
+    except ConfigError:
+        raise
+    except Exception as error:  # of a constructor, or of the docstrings and type hints of tools
+        raise ConfigError(f"env: expected an environment from {config.kind or config.tools}, got {error!r}") from error
     with suppress(Exception):  # it was never reset
         getattr(environment, "close", lambda: None)()
     return {"until": CUT, "tools": environment.tools if isinstance(environment, ToolEnvironment) else None}

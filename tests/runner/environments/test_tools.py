@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from talkers import CHATML, chat_tokenizer
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
@@ -107,6 +108,13 @@ class CounterEnv:
         return 1.0 if self.count == self.target else 0.0
 
     def _hidden(self) -> None: ...
+
+
+class Unplugged:
+    """A game that cannot be made."""
+
+    def __init__(self) -> None:
+        raise ConnectionError("no route to the game")
 
 
 class Stepless:
@@ -232,7 +240,12 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
 )
 def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        make(kind=kind, tools=tools)
+        template_arguments(EnvironmentConfig(kind=kind, tools=tools))
+
+
+def test_a_class_that_cannot_be_made_is_refused() -> None:
+    with refused("env", parts=["Unplugged", "ConnectionError", "no route"]):
+        template_arguments(EnvironmentConfig(kind=f"{HERE}:Unplugged"))
 
 
 PIECES = [
