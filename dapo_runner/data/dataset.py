@@ -149,9 +149,8 @@ def clean(problems: Iterable[Problem], report: DataReport, limit: int | None = N
 def tokenize(
     conversations: Iterable[Iterable[tuple[str, str]]], tokenizer: Any, data: DataConfig | SftDataConfig, **kwargs: Any
 ) -> list[tuple[str, list[int]]]:
-    """Return text and token ids of each conversation, up to where the response begins. Raises ConfigError.
-
-    ``kwargs`` are passed to the chat template.
+    """Return text and token ids of each conversation, up to where the response begins. ``kwargs`` are passed to the
+    chat template. Raises ConfigError.
     """
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -51,14 +52,14 @@ def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Prob
 def _generate(number: int, name: str, config: dict[str, Any]) -> list[tuple[str, str] | None]:
     """Return question and answer of each problem, None where generation fails. Exit with a message for a wrong task."""
     try:
-        from reasoning_gym import create_dataset
+        from reasoning_gym.factory import DATASETS, create_dataset
 
         task = create_dataset(name, **config)
     except ImportError:
         sys.exit("data.reasoning_gym: requires reasoning-gym. Run `pip install 'dapo-kernels[reasoning-gym]'`.")
     except (TypeError, ValueError, AssertionError) as error:
-        key = f"data.reasoning_gym.{number}.{'config' if isinstance(error, (TypeError, AssertionError)) else 'name'}"
-        sys.exit(f"{key}: expected a task of reasoning-gym, got {name} with {config}: {error}")
+        key, near = ("config", [name]) if name in DATASETS else ("name", get_close_matches(name, DATASETS, cutoff=0))
+        sys.exit(f"data.reasoning_gym.{number}.{key}: expected a task like {near}, got {name} with {config}: {error}")
     problems = list[tuple[str, str] | None]()
     for index in range(config["size"]):
         try:
