@@ -96,6 +96,7 @@ class TrainedModel:
             self.master.tensors.values(),
             lr=settings.lr,
             betas=settings.betas,
+            eps=settings.eps,
             weight_decay=settings.weight_decay,
             fused=True,
         )

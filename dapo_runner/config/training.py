@@ -201,6 +201,7 @@ class OptimizerConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at the end
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
+    eps: PositiveFloat = 1e-8  # ε of AdamW
     offload: bool = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
     grad_clip: PositiveFloat | None = 1.0  # maximum gradient norm; null: no clipping
     mini_batch_size: PositiveInt | None = 512  # responses per update; null: one update per rollout step
