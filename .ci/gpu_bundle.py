@@ -3,9 +3,9 @@
     python .ci/gpu_bundle.py [--all] [build/gpu-bundle]
 
 Part 1 has what most machines with torch lack: packages of the runner, and the peers. ``--all`` adds the compiler of
-quack's kernels and Liger's scaled cross-entropy, in further parts. A file that is larger than a part is cut; ``gpu.sh`` joins the pieces. Every part
-names the commit, because a copied tree has no .git. vLLM and the weights of a model are too large: the page of stage 5
-names what it took instead.
+quack's kernels and Liger's scaled cross-entropy, in further parts. A file that is larger than a part is cut;
+``gpu.sh`` joins the pieces. Every part names the commit, because a copied tree has no .git. vLLM and the weights of a
+model are too large: the page of stage 5 names what it took instead.
 """
 
 from __future__ import annotations

@@ -1,25 +1,36 @@
-"""Print the endpoints and effects of the studies of the search task: `python -m docs.search_effects STUDY.json …`.
+"""Write the analysis of the studies of the search task: `python -m docs.search_effects > benchmarks/results/….md`.
 
-The files are the values of studies/search-ladder, -factorial, -controls, -noise and -questions. The page of a study
-compares accuracy at equal updates and equal generated tokens. This adds pass@16, accuracy at equal cost, and the
-main effects and pairs of the factorial.
+The page of a study compares accuracy at equal updates and equal generated tokens. This adds pass@16, accuracy at equal
+cost, the effects of the factorial, and what a new seed of the ladder shows. It reads the values and curves of the
+studies in benchmarks/results.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+from scipy.stats import t as student
 
-from dapo_runner.tools.study.results import holm, paired_test
+from dapo_runner.tools.study.results import PairedTest, estimate, holm, paired_test
 
-LADDER = ("grpo", "filter", "higher", "soft", "token", "dapo")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+FILES = {
+    name: RESULTS / f"search-{name}-20261126.json" for name in ("ladder", "factorial", "controls", "noise", "fresh")
+}
+LADDER = {
+    "grpo": "naive GRPO",
+    "filter": "+ overlong filtering",
+    "higher": "+ clip-higher",
+    "soft": "+ soft overlong punishment",
+    "token": "+ token-level loss",
+    "dapo": "+ dynamic sampling (DAPO)",
+}
 FACTORS = {
     "F": "overlong filtering",
     "H": "clip-higher",
@@ -27,12 +38,18 @@ FACTORS = {
     "T": "token-level loss",
     "D": "dynamic sampling",
 }
-CELLS = {"grpo": "", "filter": "F", "higher": "FH", "soft": "FHS", "token": "FHST", "dapo": "FHSTD"}  # of the ladder
+CELLS = {"grpo": "", "higher": "FH", "token": "FHST"}  # of the factorial, among the rungs of the ladder
 TRAINED = 4  # forward passes: one for the old log-probs, one in training, and a backward pass costs two
 Run = Mapping[str, Any]
-"""A run in study.json."""
+"""A run in a JSON file."""
 Values = Mapping[tuple[str, int], float]
 """An endpoint by variant and seed."""
+Contrasts = Mapping[str, Sequence[float]]
+"""Differences by name, one for each seed."""
+
+
+def read(*names: str) -> list[Run]:
+    return [run for name in names for run in json.loads(FILES[name].read_text(encoding="utf-8"))]
 
 
 def costs_of(run: Run) -> dict[int, float]:
@@ -43,85 +60,149 @@ def costs_of(run: Run) -> dict[int, float]:
     return {step: generated[step] + TRAINED * sums[step] for step in sorted(sums)}
 
 
+def equal_cost(runs: Sequence[Run]) -> float:
+    """Return the smallest cost of any run."""
+    return min(max(costs_of(run).values()) for run in runs)
+
+
 def smooth(values: Sequence[float]) -> list[float]:
     """Return the mean of each evaluation and up to two before it."""
     return [fmean(values[max(0, n - 2) : n + 1]) for n in range(len(values))]
 
 
-def endpoints(runs: Sequence[Run]) -> dict[str, Values]:
-    """Return the three endpoints, of means of three evaluations. Equal cost is the smallest of any run."""
-    costs = [costs_of(run) for run in runs]
-    equal = min(max(cost.values()) for cost in costs)
+def endpoints(runs: Sequence[Run], equal: float | None = None) -> dict[str, Values]:
+    """Return the three endpoints, of means of three evaluations, at the smallest cost of any run or at ``equal``."""
+    at_cost = equal_cost(runs) if equal is None else equal
     found: dict[str, dict[tuple[str, int], float]] = {"equal updates": {}, "equal cost": {}, "pass@16": {}}
-    for run, cost in zip(runs, costs, strict=True):
-        key, (steps, accuracy) = (run["variant"], run["seed"]), run["curves"]["eval/avg@16"]
-        places = [cost[int(step)] for step in steps]
+    for run in runs:
+        key, cost, (steps, accuracy) = (run["variant"], run["seed"]), costs_of(run), run["curves"]["eval/avg@16"]
         found["equal updates"][key] = smooth(accuracy)[-1]
-        found["equal cost"][key] = float(np.interp(equal, places, smooth(accuracy)))
+        found["equal cost"][key] = float(np.interp(at_cost, [cost[int(step)] for step in steps], smooth(accuracy)))
         found["pass@16"][key] = smooth(run["curves"]["eval/pass@16"][1])[-1]
     return found
 
 
-def compare(values: Values, pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a row for each pair of variants: the second minus the first, over the seeds that both have."""
-    contrasts = {}
-    for first, second in pairs:
-        seeds = sorted(seed for name, seed in values if name == second and (first, seed) in values)
-        contrasts[f"{second} − {first}"] = [values[second, seed] - values[first, seed] for seed in seeds]
-    return tested(contrasts)
-
-
-def effects(values: Values) -> dict[str, list[float]]:
-    """Return the main effects and pairs of the factorial, by their letters, one value for each seed with all cells."""
-    cells = {name: CELLS.get(name, name.removeprefix("cell_")) for name, _ in values}
-    cells = {name: letters for name, letters in cells.items() if set(letters) <= set(FACTORS) and len(letters) % 2 == 0}
-    seeds = [seed for seed in sorted({seed for _, seed in values}) if all((name, seed) in values for name in cells)]
+def differences(values: Values, pairs: Iterable[tuple[str, str, str]]) -> dict[str, list[float]]:
+    """Return for each (name, first, second) the second minus the first variant, over the seeds that both have."""
     found = {}
-    for term in (*combinations(FACTORS, 1), *combinations(FACTORS, 2)):
-        weights = {name: 2 / len(cells) for name in cells}
-        for name, letters in cells.items():
-            weights[name] *= float(np.prod([1 if factor in letters else -1 for factor in term]))
-        found["".join(term)] = [sum(w * values[name, seed] for name, w in weights.items()) for seed in seeds]
+    for name, first, second in pairs:
+        seeds = sorted(seed for variant, seed in values if variant == second and (first, seed) in values)
+        found[name] = [values[second, seed] - values[first, seed] for seed in seeds]
     return found
 
 
-def tested(contrasts: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return a row for each contrast: mean ± standard error, 95 % interval, p, and p corrected for all of them."""
+def rungs(values: Values) -> dict[str, list[float]]:
+    """Return each rung of the ladder minus the one above it."""
+    return differences(values, ((LADDER[rung], above, rung) for above, rung in pairwise(LADDER)))
+
+
+def effects(values: Values, sizes: Sequence[int] = (1,)) -> dict[str, list[float]]:
+    """Return the main effects (size 1) or pairs (2) of the factorial: one value for each seed with all cells."""
+    cells = {name: CELLS.get(name, name.removeprefix("cell_")) for name, _ in values}
+    seeds = [seed for seed in sorted({seed for _, seed in values}) if all((name, seed) in values for name in cells)]
+    found = {}
+    for term in (term for size in sizes for term in combinations(FACTORS, size)):
+        weights = {name: 2 / len(cells) for name in cells}
+        for name, letters in cells.items():
+            weights[name] *= float(np.prod([1 if factor in letters else -1 for factor in term]))
+        label = " × ".join(FACTORS[factor] for factor in term)
+        found[label] = [sum(w * values[name, seed] for name, w in weights.items()) for seed in seeds]
+    return found
+
+
+def noise(values: Values) -> dict[str, list[float]]:
+    """Return runs with other random numbers minus runs from the same start models."""
+    pairs = [(seed, seed + 10) for name, seed in values if (name, seed + 10) in values]
+    return {"another seed": [values["grpo", other] - values["grpo", seed] for seed, other in pairs]}
+
+
+def show(test: PairedTest) -> str:
+    """Return mean, standard error and 95 % interval in points."""
+    (mean, error), (low, high) = test.difference, test.interval or (float("nan"),) * 2
+    return f"{100 * mean:+.1f} ± {100 * (error or 0):.1f} ({100 * low:+.1f} to {100 * high:+.1f})".replace("-", "−")
+
+
+def tested(contrasts: Contrasts) -> dict[str, tuple[str, str]]:
+    """Return for each contrast what it shows, and its p corrected for all of them (Holm)."""
     tests = {name: paired_test(found, [0.0] * len(found)) for name, found in contrasts.items()}
-    ps = {name: test.p for name, test in tests.items() if test is not None and test.p is not None}
-    corrected = dict(zip(ps, holm(list(ps.values())), strict=True))
+    known = {name: test for name, test in tests.items() if test is not None}
+    corrected = holm([1.0 if test.p is None else test.p for test in known.values()])
+    return {
+        name: (show(test), "< 0.001" if p < 0.001 else f"{p:.2g}")
+        for (name, test), p in zip(known.items(), corrected, strict=True)
+    }
+
+
+def table(contrasts: Mapping[str, Contrasts]) -> list[str]:
+    """Return the rows of a table: a contrast, and for each endpoint its difference and corrected p."""
+    columns = [tested(found) for found in contrasts.values()]
+    head = "| | " + " | ".join(f"{endpoint} | Holm" for endpoint in contrasts) + " |"
+    rows = [f"| {name} | {' | '.join(cell for column in columns for cell in column[name])} |" for name in columns[0]]
+    return [head, "|---|" + "---:|" * (2 * len(columns)), *rows]
+
+
+def means(found: Mapping[str, Values], labels: Mapping[str, str]) -> list[str]:
+    """Return the rows of a table of means ± standard errors over seeds, in percent."""
     rows = []
-    for name, test in tests.items():
-        if test is None or test.interval is None or test.p is None:
-            continue
-        low, high = test.interval
-        mean, error = test.difference
-        difference = f"{100 * mean:+.1f} ± {100 * (error or 0.0):.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-        rows.append(f"| {name} | {difference} | {test.p:.3f} | {corrected[name]:.3f} | {len(contrasts[name])} |")
+    for variant, label in labels.items():
+        spreads = [estimate([x for (name, _), x in values.items() if name == variant]) for values in found.values()]
+        cells = [f"{100 * one.mean:.1f} ± {100 * (one.error or 0):.1f}" for one in spreads if one is not None]
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    return [f"| | {' | '.join(found)} |", "|---|" + "---:|" * len(found), *rows]
+
+
+def fresh_seed() -> list[str]:
+    """Compare the rungs of a seed that was not used before with the interval in which the others expect it."""
+    ladder, fresh = read("ladder"), read("fresh")
+    old, new = endpoints(ladder), endpoints(fresh, equal_cost(ladder))
+    rows = [f"| | {' | '.join(old)} |", "|---|" + "---:|" * len(old)]
+    for label in list(LADDER.values())[1:]:
+        cells = []
+        for endpoint, values in old.items():
+            known, (one,) = rungs(values)[label], rungs(new[endpoint])[label]
+            reach = student.ppf(0.975, len(known) - 1) * stdev(known) * (1 + 1 / len(known)) ** 0.5
+            low, high = fmean(known) - reach, fmean(known) + reach
+            place = "inside" if low <= one <= high else "outside"
+            cells.append(f"{100 * one:+.1f}, {place} {100 * low:+.1f} to {100 * high:+.1f}".replace("-", "−"))
+        rows.append(f"| {label} | {' | '.join(cells)} |")
     return rows
 
 
-def main(paths: Sequence[str]) -> None:
-    runs = {(run["variant"], run["seed"]): run for path in paths for run in json.loads(Path(path).read_text())}
-    names = {name for name, _ in runs}
-    head = "| | difference, points (95 %) | p | Holm | seeds |\n|---|---:|---:|---:|---:|"
-    for endpoint, values in endpoints(list(runs.values())).items():
-        print(f"\n## {endpoint}\n\n{head}")
-        print("\n".join(compare(values, [pair for pair in pairwise(LADDER) if names >= set(pair)])))
-        others = [("dapo", name) for name in sorted(names - {*LADDER, "twice"}) if not name.startswith("cell_")]
-        if others:
-            print(f"\n{head}\n" + "\n".join(compare(values, others)))
-        if "twice" in names:
-            print(f"\n{head}\n" + "\n".join(compare(values, [("token", "twice"), ("twice", "dapo")])))
-        again = [(seed, seed + 10) for name, seed in values if name == "grpo" and (name, seed + 10) in values]
-        if again:
-            noise = [values["grpo", other] - values["grpo", seed] for seed, other in again]
-            print(f"\n{head}\n" + "\n".join(tested({"naive GRPO, another seed from the same start": noise})))
-        if "cell_HSTD" in names:
-            found = effects(values)
-            for size in (1, 2):
-                print(f"\n{head}\n" + "\n".join(tested({term: x for term, x in found.items() if len(term) == size})))
+def attempts_to_refute(runs: Sequence[Run]) -> list[str]:
+    """Compute the main effects in other ways: from the last evaluation alone, at half of the steps, and without each
+    seed (the smallest and the largest mean).
+    """
+    accuracies = {(run["variant"], run["seed"]): run["curves"]["eval/avg@16"][1] for run in runs}
+    last = effects({key: values[-1] for key, values in accuracies.items()})
+    half = effects({key: smooth(values)[len(values) // 2] for key, values in accuracies.items()})
+    rows = ["| | last evaluation | half of the steps | without one seed |", "|---|---:|---:|---:|"]
+    for name, points in effects({key: smooth(values)[-1] for key, values in accuracies.items()}).items():
+        without = [(sum(points) - one) / (len(points) - 1) for one in points]
+        reach = f"{100 * min(without):+.1f} to {100 * max(without):+.1f}".replace("-", "−")
+        rows.append(f"| {name} | {tested(last)[name][0]} | {tested(half)[name][0]} | {reach} |")
+    return rows
+
+
+def tables() -> dict[str, list[str]]:
+    """Return all tables by their headings."""
+    ladder, factorial, controls = (endpoints(read(name)) for name in ("ladder", "factorial", "controls"))
+    again = endpoints([run for run in read("ladder", "noise") if run["variant"] == "grpo"])
+    more = [("twice the prompts", "token", "twice"), ("dynamic sampling against twice the prompts", "twice", "dapo")]
+    whole = [("DAPO − naive GRPO", "grpo", "dapo")]
+    return {
+        "The ladder": means(ladder, LADDER),
+        "Each rung minus the one above it": table({name: rungs(values) for name, values in ladder.items()}),
+        "The last rung minus the first": table({name: differences(values, whole) for name, values in ladder.items()}),
+        "Main effects": table({name: effects(values) for name, values in factorial.items()}),
+        "Pairs of factors": table({name: effects(values, [2]) for name, values in factorial.items()}),
+        "Main effects at equal updates, computed in other ways": attempts_to_refute(read("factorial")),
+        "Twice the prompts": table({name: differences(values, more) for name, values in controls.items()}),
+        "The same start models with other seeds": table({name: noise(values) for name, values in again.items()}),
+        "A seed that was not used before": fresh_seed(),
+    }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print("# Effects on the task with search\n\nWritten by `python -m docs.search_effects`; docs/study.md explains it.")
+    for heading, lines in tables().items():
+        print(f"\n## {heading}\n\n" + "\n".join(lines))

@@ -14,12 +14,14 @@ import pytest
 from dapo_runner.cli import main
 from dapo_runner.tools.study.results import PairedTest, estimate, holm, paired_test
 from docs import troubleshooting_pictures as pictures
-from docs.search_effects import endpoints
-from docs.study_pictures import BUDGETS, LADDER, ROOT, SEARCH, VALUES
+from docs.search_effects import FACTORS, FILES, LADDER, effects, endpoints, show, tables
+from docs.search_effects import read as read_search
+from docs.study_pictures import ROOT
 
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 TRICKS = ["whole", "group_mean", "batch_std", "batch_mean", "by_sequence", "clip", "short", "short_filter"]
 TRICKS += ["long", "long_filter", "top_entropy", "clip_cov", "kl_cov", "gspo", "cispo"]
+BUDGETS = ("after", "at_equal_tokens")
 CLIPS = ["clip_020", "clip_024", "clip_032"]  # rows that share a line of the table
 
 
@@ -56,58 +58,57 @@ def compare(rows: dict[str, list[float]], row: str, other: str) -> PairedTest:
     return found
 
 
-def show(test: PairedTest) -> str:
-    """Return the mean of paired differences with its standard error and 95 % interval in points, as the page does."""
-    (gain, error), (low, high) = test.difference, test.interval or (0.0, 0.0)
-    gain, error, low, high = (100 * value for value in (gain, error or 0.0, low, high))
-    return f"{gain:+.1f} ± {error:.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    return tables()
 
 
-def test_the_ladder_from_grpo_to_dapo() -> None:
-    for row, (label, _, *cells) in zip(LADDER, table("## Table 1\n"), strict=True):
-        assert LADDER[row] == label
-        assert cells == [spread(by_row("table1-20261126", budget)[row]) for budget in BUDGETS]
-    studies = [by_row("table1-20261126", budget) for budget in BUDGETS]
-    tests = [compare(rows, row, above) for rows in studies for above, row in pairwise(LADDER)]
-    corrected = holm([test.p or 0.0 for test in tests])
-    lines = table("\n| | equal updates | p | Holm |")
-    cells = [line[start : start + 3] for start in (1, 4) for line in lines]
-    for (shown, *ps), test, p in zip(cells, tests, corrected, strict=True):
-        assert shown == show(test)
-        assert list(map(float, ps)) == pytest.approx([test.p, p], rel=0.05)
+def test_the_tables_of_the_page_follow_from_the_curves(found: dict[str, list[str]]) -> None:
+    lines = PAGE.splitlines()
+    assert not [line for rows in found.values() for line in rows if line not in lines]
 
 
-def test_the_page_of_the_ladder_follows_from_its_curves(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "studies/table1", "--check", str(VALUES)]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("study", ["ladder", "factorial", "controls", "noise"])
+def test_the_pages_of_the_studies_follow_from_their_curves(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", f"studies/search-{study}", "--check", str(FILES[study])]) == 0, capsys.readouterr().out
 
 
-def test_what_the_clip_bounds_met() -> None:
-    """Shares of tokens in percent: of each run the mean over its steps, and the highest of any step."""
-    bounds = {}
-    for bound in ("high", "low"):
-        curves = [run["curves"][f"train/clip_{bound}"][1] for run in read("table1-20261126")]
-        bounds[bound] = (*(f"{100 * pick(map(mean, curves)):.2f}" for pick in (min, max)), 100 * max(map(max, curves)))
-    (least, most, highest), (least_low, most_low, _) = bounds["high"], bounds["low"]
-    text = " ".join(PAGE.split())
-    assert f"{least} to {most} % of the tokens meet the upper bound, and at most {highest:.1f} % in any step" in text
-    assert f"{least_low} to {most_low} % meet the lower bound" in text
+def test_effects_in_the_text(found: dict[str, list[str]]) -> None:
+    """The table of claims has the main effects without standard errors; the list, those with and without another."""
+    cells = {label: row.split(" | ") for row in found["Main effects"][2:] for label in [row.split(" | ")[0][2:]]}
+    claims = table("## What the paper claims")
+    for claim, row in zip(claims, cells.values(), strict=True):
+        assert claim[2:4] == [re.sub(" ± [0-9.]+", "", row[place]) for place in (1, 3)]
+    accuracy = endpoints(read_search("factorial"))["equal updates"]
+    terms = {name: 100 * mean(points) for name, points in effects(accuracy, (1, 2)).items()}
+    _, _, soft, token, dynamic = FACTORS.values()
+    filtered, text = FACTORS["F"], " ".join(PAGE.split())
+    for name, other, pair, sentence in (
+        (soft, dynamic, f"{soft} × {dynamic}", "The punishment costs {1:.1f} points without it and {0:.1f} with it"),
+        (filtered, dynamic, f"{filtered} × {dynamic}", "{1:+.1f} points without it, {0:+.1f} with it"),
+        (soft, filtered, f"{filtered} × {soft}", "costs {1:.1f} points without the filter and {0:.1f} with it"),
+        (
+            filtered,
+            token,
+            f"{filtered} × {token}",
+            "gains {0:.1f} points with token-level loss and loses {1:.1f} without",
+        ),
+    ):
+        both = [terms[name] + terms[pair], terms[name] - terms[pair]]
+        shown = sentence.format(*both if "{1:+" in sentence else map(abs, both)).replace(" -", " −")
+        assert shown in text, (other, shown)
 
 
-def test_the_ladder_on_a_task_with_search(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "studies/search-ladder", "--check", str(SEARCH)]) == 0, capsys.readouterr().out
-    found = endpoints(json.loads(SEARCH.read_text(encoding="utf-8")))
-    rows = [{row: [values[row, seed] for seed in range(8)] for row in LADDER} for values in found.values()]
-    for row, cells in zip(LADDER, table("## A task with search"), strict=True):
-        assert cells == [LADDER[row], *(spread(by[row]) for by in rows)]
-    lines = table("\n| | equal updates | Holm |")
-    for place, by in enumerate(rows):
-        tests = [compare(by, row, above) for above, row in pairwise(LADDER)]
-        corrected = holm([test.p or 0.0 for test in tests])
-        for line, test, p in zip(lines, tests, corrected, strict=True):
-            assert line[1 + 2 * place] == show(test)
-            assert float(line[2 + 2 * place]) == pytest.approx(p, rel=0.05)
-    for by, sentence in zip(rows, ("at equal updates", "at equal cost"), strict=False):
-        assert f"{show(compare(by, 'dapo', 'grpo'))} {sentence}" in " ".join(PAGE.split())
+def test_the_task_without_entropy(capsys: pytest.CaptureFixture[str]) -> None:
+    name, text = "table1-20261126", " ".join(PAGE.split())
+    values = ROOT / "benchmarks" / "results" / f"study-{name}.json"
+    assert main(["study", "studies/table1", "--check", str(values)]) == 0, capsys.readouterr().out
+    clipped = [100 * mean(run["curves"]["train/clip_high"][1]) for run in read(name)]
+    assert f"{min(clipped):.2f} to {max(clipped):.2f} % of the tokens meet the upper clip bound" in text
+    tests = [compare(by_row(name, budget), row, above) for budget in BUDGETS for above, row in pairwise(LADDER)]
+    updates, tokens = (show(test) for test in tests[4::5])
+    assert f"ahead by {updates} points at equal updates and behind by {tokens} at equal tokens" in text
+    assert f"Holm p {holm([test.p or 0.0 for test in tests])[-1]:.4f}" in text
 
 
 def test_prompt_means_against_token_means() -> None:

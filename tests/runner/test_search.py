@@ -95,9 +95,9 @@ def test_the_effects_of_the_factorial_are_those_of_the_cells() -> None:
         assert variant.name == "grpo" or letters == variant.label
         together = 0.6 if {"H", "D"} <= set(letters) else 0.0
         values[variant.name, 3] = sum(gains[letter] for letter in letters) + together
-    values["filter", 3] = values["dapo", 3] = 9.0  # rungs of the ladder that are no cells
-    found = {term: round(value, 9) for term, (value,) in effects(values).items()}
-    assert found == dict.fromkeys(found, 0.0) | gains | {"H": 0.5, "D": 0.8, "HD": 0.3}
+    found = {term: round(value, 9) for term, (value,) in effects(values, (1, 2)).items()}
+    expected = {FACTORS[letter]: gain + 0.3 * (letter in "HD") for letter, gain in gains.items()}
+    assert found == dict.fromkeys(found, 0.0) | expected | {"clip-higher × dynamic sampling": 0.3}
     assert len(found) == 15
 
 
