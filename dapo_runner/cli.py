@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     options, overrides = parser.parse_known_args(arguments)
     _keep_freed_memory()
-    gc.set_threshold(50_000)  # Python's 700 took a sixth of the time of a tiny step: each response makes objects
+    gc.set_threshold(50_000)  # Python's 700 takes a tenth of a tiny run: each response makes many objects
     disable_broken_amx()
     if "RANK" in os.environ:  # else ranks of a killed launcher would live on and block the next attempt
         end_with_parent()

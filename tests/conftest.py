@@ -28,7 +28,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Nothing asks the hub, nor tells it of a trainer; here and in what a test starts alike.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# As `dapo` does: collections of the many objects of torch and transformers took a part of every test.
+# As `dapo` does: each collection looks at the many objects of torch and transformers.
 gc.set_threshold(50_000)
 
 # Two test workers on a two-core machine with two threads each spend their time waiting for one another.
