@@ -161,8 +161,8 @@ def tuning(results: Path, seconds: float) -> Finished:
     finished = measure("gpu-tuning", results, seconds)
     files = {path.name: json.loads(path.read_text()) for path in sorted(results.glob(f"gpu-[lht]*-{_slug()}.json"))}
     same = {name: found for name, found in files.items() if found["machine"]["sources"] == machine.sources()}
-    text = decide.text(list(same.values()), list(same))
-    _write(results / "gpu-4-defaults.txt", text)
+    if same:
+        _write(results / "gpu-4-defaults.txt", decide.text(list(same.values()), list(same)))
     return finished
 
 

@@ -110,6 +110,17 @@ def effects(values: Values, sizes: Sequence[int] = (1,)) -> dict[str, list[float
     return found
 
 
+def conditional(values: Values) -> dict[str, list[float]]:
+    """Return the effect of a technique with and without another one."""
+    found, rows = effects(values, (1, 2)), {}
+    for one, other in ("DS", "SD", "FD", "FS", "TF", "HD"):
+        name, second = FACTORS[one], FACTORS[other]
+        pair = next(points for term, points in found.items() if set(term.split(" × ")) == {name, second})
+        for word, sign in (("with", 1), ("without", -1)):
+            rows[f"{name} {word} {second}"] = [a + sign * b for a, b in zip(found[name], pair, strict=True)]
+    return rows
+
+
 def noise(values: Values) -> dict[str, list[float]]:
     """Return runs with other random numbers minus runs from the same start models."""
     pairs = [(seed, seed + 10) for name, seed in values if (name, seed + 10) in values]
@@ -139,6 +150,13 @@ def table(contrasts: Mapping[str, Contrasts]) -> list[str]:
     head = "| | " + " | ".join(f"{endpoint} | Holm" for endpoint in contrasts) + " |"
     rows = [f"| {name} | {' | '.join(cell for column in columns for cell in column[name])} |" for name in columns[0]]
     return [head, "|---|" + "---:|" * (2 * len(columns)), *rows]
+
+
+def without_p(found: Mapping[str, Values]) -> list[str]:
+    """Return the rows of a table of conditional effects, which are no tests."""
+    columns = [tested(conditional(values)) for values in found.values()]
+    rows = [f"| {name} | {' | '.join(column[name][0] for column in columns)} |" for name in columns[0]]
+    return [f"| | {' | '.join(found)} |", "|---|" + "---:|" * len(columns), *rows]
 
 
 def means(found: Mapping[str, Values], labels: Mapping[str, str]) -> list[str]:
@@ -195,6 +213,7 @@ def tables() -> dict[str, list[str]]:
         "The last rung minus the first": table({name: differences(values, whole) for name, values in ladder.items()}),
         "Main effects": table({name: effects(values) for name, values in factorial.items()}),
         "Pairs of factors": table({name: effects(values, [2]) for name, values in factorial.items()}),
+        "Effects with and without another technique": without_p(factorial),
         "Main effects at equal updates, computed in other ways": attempts_to_refute(read("factorial")),
         "Twice the prompts": table({name: differences(values, more) for name, values in controls.items()}),
         "The same start models with other seeds": table({name: noise(values) for name, values in again.items()}),

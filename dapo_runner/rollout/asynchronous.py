@@ -164,7 +164,7 @@ class AsynchronousSampler:
     def _submit_rounds(self, generate: GenerateRound) -> None:
         """Submit one round for the missing groups, and more for later steps that may be sampled already."""
         sampler, buffer, wanted = self.sampler, self.buffer, self.buffer.config.prompts_per_step
-        submitted = list[Future[list[Group]]]()
+        submitted = list[_Round]()
         while (n := len(self._rounds)) < self.n_rounds:
             further = self._furthest_step - buffer.step if n else 0
             missing = buffer.missing + further * wanted - buffer.expected(self.in_flight)
@@ -172,11 +172,12 @@ class AsynchronousSampler:
                 break
             position = sampler.cursor.place
             prompts = sampler.cursor.take(buffer.round_size(min(missing, wanted)), buffer.step + min(n, further))
-            submitted.append(in_thread(partial(generate, prompts, sampler.n_rounds + n)))
-            self._rounds.append(_Round(position, prompts, submitted[-1]))
+            submitted.append(_Round(position, prompts, Future()))
+            self._rounds.append(submitted[-1])  # before its thread: a checkpoint must not lose the prompts
+            submitted[-1].groups = in_thread(partial(generate, prompts, sampler.n_rounds + n))
             self._last_change = time.monotonic()
-        for groups in submitted:  # only now: for a round that has ended already this calls `_end_round` here
-            groups.add_done_callback(lambda _: self._end_round(generate))
+        for round_ in submitted:  # only now: for a round that has ended already this calls `_end_round` here
+            round_.groups.add_done_callback(lambda _: self._end_round(generate))
 
     def _end_round(self, generate: GenerateRound) -> None:
         with self._changed:

@@ -94,8 +94,11 @@ def _owner(file: TextIOWrapper) -> str:
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """Write the configuration atomically: a kill leaves the old file or the new one."""
-    atomic_write(folder / CONFIG_FILE, dump_config(config))
+    """Write the configuration atomically: a kill leaves the old file or the new one. Raises ConfigError."""
+    try:
+        atomic_write(folder / CONFIG_FILE, dump_config(config))
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
 
 
 class Change(NamedTuple):
@@ -121,7 +124,8 @@ def read_config(folder: Path, kind: type[C], overrides: Iterable[str] = ()) -> C
     try:
         return parse(raw, kind)
     except ConfigError as error:
-        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+        other = "If another version made this run, go on with that version."
+        raise ConfigError(f"{folder / CONFIG_FILE}: {error}. {other}") from error
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:
