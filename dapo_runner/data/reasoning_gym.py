@@ -58,8 +58,9 @@ def _generate(number: int, name: str, config: dict[str, Any]) -> list[tuple[str,
     except ImportError:
         sys.exit("data.reasoning_gym: requires reasoning-gym. Run `pip install 'dapo-kernels[reasoning-gym]'`.")
     except (TypeError, ValueError, AssertionError) as error:
-        key, near = ("config", [name]) if name in DATASETS else ("name", get_close_matches(name, DATASETS, cutoff=0))
-        sys.exit(f"data.reasoning_gym.{number}.{key}: expected a task like {near}, got {name} with {config}: {error}")
+        near = ", ".join(get_close_matches(name, DATASETS, cutoff=0))
+        wrong = f"config: expected options of {name}" if name in DATASETS else f"name: expected a task like {near}"
+        sys.exit(f"data.reasoning_gym.{number}.{wrong}, got {name} with {config}: {error}")
     problems = list[tuple[str, str] | None]()
     for index in range(config["size"]):
         try:
