@@ -55,7 +55,7 @@ test-vllm: $(VLLM_VENV)/.installed
 # What the tests are worth: a place of the code is changed, and a test has to fail. Hours; after an interruption the rest.
 PER_ROOM ?= 15
 mutants: install
-	$(BIN)/python $(INSTALL) 'cosmic-ray>=8.7,<9' 'coverage>=7.10'
+	$(BIN)/python $(INSTALL) 'cosmic-ray>=8.7,<9'
 	$(BIN)/python tests/mutants.py --per-room $(PER_ROOM) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
 
 lint: install

@@ -3,27 +3,30 @@
     python tests/mutants.py                           # 15 mutants of each room: hours
     python tests/mutants.py --room rollout --per-room 40 --seed 1
 
-Cosmic Ray makes the mutants. Lines are drawn evenly, weighted to arithmetic, conditions and indices: a line without any
-of them is never drawn. First the tests run with nothing changed, and coverage records which lines each one executes. A
-mutant is tried with the tests that execute its line, the quick files first, then with those that start processes, which
-coverage does not see into. Each run is a fork of this process, which has imported torch, in a copy of the checkout.
-While code and tests stay as they are, --work keeps records and results: the same command goes on where it stopped.
+Cosmic Ray makes the mutants: of arithmetic, comparisons, conditions, loops and numbers. Lines are drawn by a seed,
+those of functions three times as often as those that an import executes. First each test file runs with nothing
+changed, and reached.py records which statements each test executes, in the processes that it starts too. A mutant is
+tried with the tests that execute its statement, the quickest file first. Each run is a fork of this process, which has
+imported torch, in a copy of the checkout. --work keeps copies, records and results: while code and tests stay as they
+are, the same command goes on where it stopped.
 
-A mutant is killed when a test fails that passes without it, after the same tests. Four outcomes are counted apart and
-are no part of the share: equivalent (listed with its reason in equivalent_mutants.txt), unloadable (the tests could not
-be collected), unstable (they fail without it too) and timeout.
+A mutant survives when these tests pass, and also, without a run, when no test executes its statement. It is killed
+when they end otherwise, and pass again without the mutation: a test fails, the process crashes, the tests cannot be
+collected, or they take more than three times as long as without it, at least 20 s. Two outcomes are no part of the
+share: equivalent (listed with its reason in equivalent_mutants.txt), and unstable: the tests do not pass without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
-import re
 import select
 import shutil
 import signal
@@ -31,9 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -41,18 +45,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reached
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from coverage import Coverage, CoverageData
-from coverage.parser import PythonParser
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 IMPORTED = ("torch", "transformers.models.llama.modeling_llama", "scipy.stats", "aiohttp", "pydantic", "hypothesis")
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-PYTHON = re.compile(f"{re.escape(sys.prefix)}|python|pymp-")  # the last: a server of multiprocessing
-NO_TESTS = 5  # of pytest's exit codes
+NO_TESTS, BROKEN = 5, 70  # exit codes: one of pytest's, and a fork's whose own code raised
+RECORD_SECONDS = 900.0  # for the tests of one file
 MARKERS = "not slow and not gpu and not vllm"
 KINDS = ["BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "AddNot", "NumberReplacer"]
 KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"]
@@ -85,9 +88,6 @@ SELECTED = {  # room → markers of its tests; "": of every other room
 }
 
 
-INTERPRETED = "dapo_kernels/backends/triton"  # Triton rewrites its kernels first: coverage misses lines
-
-
 @dataclass(frozen=True)
 class Mutant:
     path: str
@@ -103,11 +103,10 @@ class Mutant:
 @dataclass(frozen=True)
 class Outcome:
     mutant: Mutant
-    state: str  # killed, survived, equivalent, unloadable, unstable or timeout
+    state: str  # killed, survived, equivalent or unstable
+    end: str  # of the tests: passed, not reached, failed, crash, time limit or import
     change: str  # the line before and after
-    reached: bool  # whether coverage saw a test execute it
     seconds: float
-    by: str  # the test that failed
 
 
 def room_of(path: str) -> str:
@@ -119,30 +118,44 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     source = path.read_text(encoding="utf-8")
     found = [getattr(node, name, None) for node in ast.walk(ast.parse(source)) for name in ("annotation", "returns")]
     skipped = [((a.lineno, a.col_offset), (a.end_lineno, a.end_col_offset)) for a in found if a is not None]
-    nodes = list(ast_nodes(get_ast(source)))
+    nodes, by_kind = list(ast_nodes(get_ast(source))), {}
     for name in sorted(name for name in operator_names() if any(kind in name for kind in KINDS)):
-        positions = [begin for node in nodes for begin, _ in get_operator(name)().mutation_positions(node)]
-        for occurrence, position in enumerate(positions):
+        kind = name.rpartition("_")[0] if "Binary" in name else name  # what comes instead does not change the places
+        if kind not in by_kind:
+            operator = get_operator(name)()
+            by_kind[kind] = [begin for node in nodes for begin, _ in operator.mutation_positions(node)]
+        for occurrence, position in enumerate(by_kind[kind]):
             if not any(begin <= position <= end for begin, end in skipped):
                 yield Mutant(str(path.relative_to(ROOT)), position[0], name, occurrence)
+
+
+@cache
+def functions_in(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, FUNCTION)]
+
+
+def functions_around(mutant: Mutant) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the functions whose call executes a mutant; there are none if an import executes it."""
+    return [node for node in functions_in(ROOT / mutant.path) if node.body[0].lineno <= mutant.line <= node.end_lineno]
 
 
 def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     """Draw lines of each room, for each a kind of mutation, then one mutant of that kind; the rooms take turns."""
     by_room: dict[str, dict[tuple[str, int], dict[str, list[Mutant]]]] = defaultdict(dict)
-    for folder in ("dapo_kernels", "dapo_runner"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if rooms is not None and rooms not in room_of(str(path.relative_to(ROOT))):
-                continue
-            for mutant in mutants_of(path):
-                kinds = by_room[mutant.room].setdefault((mutant.path, mutant.line), defaultdict(list))
-                kinds[mutant.operator.split("_")[0]].append(mutant)
+    weights = {}
+    for path in sorted(path for package in reached.PACKAGES for path in (ROOT / package).rglob("*.py")):
+        if rooms is not None and rooms not in room_of(str(path.relative_to(ROOT))):
+            continue
+        for mutant in mutants_of(path):
+            line = (mutant.path, mutant.line)
+            by_room[mutant.room].setdefault(line, defaultdict(list))[mutant.operator.split("_")[0]].append(mutant)
+            weights[line] = 3.0 if functions_around(mutant) else 1.0
     drawn = []
     for room, by_line in sorted(by_room.items()):
         rng = random.Random(f"{seed} {room}")
-        lines = rng.sample(sorted(by_line), min(per_room, len(by_line)))
-        kinds_of = [(turn, by_line[line]) for turn, line in enumerate(lines)]
-        drawn += [(turn, room, rng.choice(kinds[rng.choice(sorted(kinds))])) for turn, kinds in kinds_of]
+        keys = {line: rng.random() ** (1 / weights[line]) for line in sorted(by_line)}  # the largest: a weighted draw
+        for turn, line in enumerate(sorted(keys, key=keys.get, reverse=True)[:per_room]):
+            drawn.append((turn, room, rng.choice(by_line[line][rng.choice(sorted(by_line[line]))])))
     return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])]
 
 
@@ -153,40 +166,57 @@ def files_of(room: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files]
 
 
-def copy_checkout(work: Path, job: int) -> Path:
+def markers_of(room: str) -> str:
+    return SELECTED.get(room, SELECTED[""])
+
+
+def copy_checkout(folder: Path, name: str) -> Path:
     """Copy all that git does not ignore, and the compiled modules, to a folder named after code and tests."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     built = [str(path.relative_to(ROOT)) for path in (ROOT / "dapo_kernels").glob("*.so")]
     names = sorted(name for name in (*listed.splitlines(), *built) if (ROOT / name).is_file())
     state = hashlib.sha256()
-    for name in names:
-        if name.startswith(("dapo_", "tests/")) and ROOT / name not in (EQUIVALENT, Path(__file__).resolve()):
-            state.update(name.encode() + (ROOT / name).read_bytes())
-    folder = work.resolve() / state.hexdigest()[:12] / str(job)
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-    return folder
+    for path in names:
+        if path.startswith(("dapo_", "tests/")) and ROOT / path not in (EQUIVALENT, Path(__file__).resolve()):
+            state.update(path.encode() + (ROOT / path).read_bytes())
+    copy = folder.resolve() / state.hexdigest()[:12] / name
+    for path in names:
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, copy / path)
+    return copy
 
 
-def fork(checkout: Path, action: Callable[[], int], timeout: float | None) -> int | None:
-    """Call ``action`` in a fork that imports from ``checkout``; return what it returns, None after ``timeout``."""
+def fork(action: Callable[[], int], checkout: Path | None = None) -> int:
+    """Call ``action`` in a fork, which ends with this process, and return its id.
+
+    With ``checkout``, the fork is the leader of a session, imports from there and writes to a file beside it.
+    """
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies the locks of other threads, not the threads"
     child = os.fork()
     if child == 0:
-        code = 3  # pytest's for an error of its own
+        code = BROKEN
         try:
-            os.setsid()
-            output = os.open(f"{checkout}.log", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            for stream in (0, 1, 2):
-                os.dup2(output, stream)
-            os.chdir(checkout)
-            os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
-            sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would import this file
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if checkout is not None:
+                os.setsid()
+                output = os.open(f"{checkout}.log", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                for stream in (0, 1, 2):
+                    os.dup2(output, stream)
+                os.chdir(checkout)
+                os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
+                sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would import this file
             code = action()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
+    return child
+
+
+def wait(child: int, timeout: float | None = None) -> int | None:
+    """Return the exit code of a fork, negative after a signal; end it and return None after ``timeout`` seconds."""
     watched = os.pidfd_open(child)
     try:
         ended, _, _ = select.select([watched], [], [], timeout)
@@ -198,151 +228,210 @@ def fork(checkout: Path, action: Callable[[], int], timeout: float | None) -> in
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def run_tests(markers: str, tests: list[str], *options: str, plugins: tuple[object, ...] = ()) -> int:
-    options = ("-p", "no:cacheprovider", "--smoke", "--hypothesis-seed=0", "-m", markers, *options)
-    return pytest.main([*options, f"--basetemp={os.getcwd()}.tmp", *tests], plugins=plugins)
+def run_in(checkout: Path, action: Callable[[], int], timeout: float) -> int | None:
+    """Call ``action`` in a fork that imports from ``checkout``. Raises RuntimeError if ``action`` does."""
+    code = wait(fork(action, checkout), timeout)
+    if code == BROKEN:
+        raise RuntimeError(f"{checkout}.log: " + Path(f"{checkout}.log").read_text(encoding="utf-8", errors="replace"))
+    return code
 
 
-class Recorder:
-    """A plugin of pytest that records of each test its seconds and whether it starts Python."""
+def in_jobs(jobs: int, items: Sequence[Any], action: Callable[[int, Any], None]) -> None:
+    """Call ``action(job, item)`` for all items in forks, each of which takes the next item when it is done with one.
+    Raises SystemExit at the end if a fork did not take its items to the end; its traceback is on stderr.
+    """
+    taken = multiprocessing.Value("i", 0)
 
-    def __init__(self) -> None:
-        self.seconds, self.starting, self.failed = Counter[str](), set[str](), set[str]()
-        sys.addaudithook(self.audit)
+    def work(job: int) -> int:
+        while True:
+            with taken.get_lock():
+                taken.value += 1
+                turn = taken.value - 1
+            if turn >= len(items):
+                return 0
+            action(job, items[turn])
 
-    def audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event == "os.fork" or (
-            event in ("subprocess.Popen", "socket.connect") and PYTHON.search(repr(arguments[:2]))
-        ):
-            test, _, phase = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")
-            self.starting.add(test.partition("[")[0] if phase == "(call)" else "")
+    codes = [wait(child) for child in [fork(partial(work, job)) for job in range(min(jobs, len(items)))]]
+    if any(codes):
+        failed = ", ".join(f"job {job} (exit code {code})" for job, code in enumerate(codes) if code)
+        raise SystemExit(f"expected all jobs to end well, got {failed}. Run the same command again for what is left.")
+
+
+class Progress:
+    """A plugin of pytest that shares the number of the running test, and keeps the seconds of each and which failed."""
+
+    def __init__(self, number: memoryview, tests: Sequence[str] = ()) -> None:
+        self.number, self.tests = number, list(tests)
+        self.seconds, self.failed = Counter[str](), set[str]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        test = nodeid.partition("[")[0]
+        if test not in self.tests:
+            self.tests.append(test)
+        self.number[0] = self.tests.index(test) + 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        test = self.number[0]
+        if fixturedef.scope != "function":
+            self.number[0] = 0  # what it executes, later tests rely on
+        try:
+            return (yield)
+        finally:
+            self.number[0] = test
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = report.nodeid.partition("[")[0]
+        self.seconds[test] += report.duration
         if report.failed:
             self.failed.add(test)
-        if report.when == "call":
-            self.seconds[test] += report.duration
 
 
-def record(markers: str, file: str, found: Path) -> int:
-    """Run the tests of a file; write their coverage, seconds and which of them start processes beside ``found``."""
-    coverage = Coverage(str(found.with_suffix(".coverage")), source=["dapo_kernels", "dapo_runner"], config_file=False)
-    coverage.set_option("run:relative_files", True)
-    coverage.set_option("run:dynamic_context", "test_function")
-    recorder, began = Recorder(), time.monotonic()
-    coverage.erase()
-    coverage.start()
-    code = run_tests(markers, [file], plugins=(recorder,))
-    coverage.stop()
-    coverage.save()
-    overhead = time.monotonic() - began - recorder.seconds.total()  # imports, collection, fixtures
-    for test in recorder.failed:
-        recorder.seconds.pop(test, None)
-    starting = recorder.seconds.keys() & recorder.starting if "" not in recorder.starting else recorder.seconds
-    record = {"seconds": recorder.seconds, "overhead": overhead, "starting": sorted(starting)}
-    found.write_text(json.dumps(record | {"failed": sorted(recorder.failed)}), encoding="utf-8")
+def run_tests(markers: str, tests: Sequence[str], progress: Progress, *options: str) -> int:
+    options = ("-p", "no:cacheprovider", "--smoke", "--hypothesis-seed=0", "-m", markers, *options)
+    return pytest.main([*options, f"--basetemp={os.getcwd()}.tmp", *tests], plugins=[progress])
+
+
+def record(markers: str, file: str, folder: Path) -> int:
+    """Run the tests of a file with probes in the code; write what is known of them into ``folder``."""
+    shutil.copy(reached.__file__, folder / "sitecustomize.py")
+    os.environ |= {reached.FOLDER: str(folder), "PYTHONPATH": f"{folder}:{os.getcwd()}"}
+    reached.install(str(folder))
+    progress, began = Progress(reached.share_number(f"{folder}/test")), time.monotonic()
+    code = run_tests(markers, [file], progress)
+    overhead = time.monotonic() - began - progress.seconds.total()  # imports and collection
+    executed: dict[str, set[int]] = defaultdict(set)
+    for number, where in map(str.split, (folder / "hits").read_text(encoding="utf-8").splitlines()):
+        executed[where].add(int(number))
+    known = {"tests": progress.tests, "seconds": progress.seconds, "overhead": overhead}
+    known |= {
+        "failed": sorted(progress.failed),
+        "executed": {where: sorted(those) for where, those in executed.items()},
+    }
+    (folder / "known.json").write_text(json.dumps(known), encoding="utf-8")
     return 0 if code in (0, 1, NO_TESTS) else code
+
+
+def record_of(checkout: Path, markers: str, file: str) -> Path:
+    return checkout.parent / "records" / f"{file.replace('/', '.')}-{hashlib.sha256(markers.encode()).hexdigest()[:6]}"
+
+
+def make_record(checkout: Path, markers: str, file: str) -> None:
+    """Write the record of a test file. One whose tests cannot be run with nothing changed is left out."""
+    folder, began = record_of(checkout, markers, file), time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    code = run_in(checkout, partial(record, markers, file, folder), RECORD_SECONDS)
+    if code != 0:
+        shutil.copy(f"{checkout}.log", folder / "log")
+        end = (
+            f"{file} ({folder}/log: {f'no end after {RECORD_SECONDS:.0f} s' if code is None else f'exit code {code}'})"
+        )
+        known = {"tests": [], "seconds": {}, "overhead": 0.0, "failed": [end], "executed": {}}
+        (folder / "known.json").write_text(json.dumps(known), encoding="utf-8")
+    (folder / "known.json").rename(folder / "record.json")
+    (folder / "hits").unlink(missing_ok=True)
+    print(f"{time.monotonic() - began:4.0f} s  {file} recorded", flush=True)
 
 
 @cache
 def recorded(checkout: Path, markers: str, file: str) -> dict[str, Any]:
-    """Load the record of a test file, made when it is first needed. Raises SystemExit if its tests cannot be run."""
-    slug = f"{file.replace('/', '.')}-{hashlib.sha256(markers.encode()).hexdigest()[:6]}"
-    found = checkout.parent / f"{slug}.json"
-    if not found.exists():
-        code = fork(checkout, partial(record, markers, file, found), None)
-        if code != 0:
-            raise SystemExit(f"{file}: expected tests that can be run with nothing changed, got exit code {code}.")
-    loaded = json.loads(found.read_text(encoding="utf-8"))
-    for test in loaded["failed"]:
-        print(f"{test} fails with nothing changed and is left out", flush=True)
-    return {**loaded, "coverage": str(found.with_suffix(".coverage"))}
+    """Load the record of a test file: the seconds of each test that passes, and the tests that execute a statement."""
+    known = json.loads((record_of(checkout, markers, file) / "record.json").read_text(encoding="utf-8"))
+    return known | {"seconds": {test: took for test, took in known["seconds"].items() if test not in known["failed"]}}
 
 
-def choose(checkout: Path, mutant: Mutant, markers: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Return the tests of each file that execute the line of a mutant, and the others that start processes."""
-    parser = PythonParser(text=(checkout / mutant.path).read_text(encoding="utf-8"))
-    parser.parse_source()
-    functions = [node for node in ast.walk(ast.parse(parser.text)) if isinstance(node, FUNCTION)]
-    around = [node for node in functions if node.body[0].lineno <= mutant.line <= node.end_lineno]
-    once = not around or any("cache" in ast.unparse(decorator) for node in around for decorator in node.decorator_list)
-    first, near, others = parser.first_line(mutant.line), {}, {}  # of its statement
-    for file in files_of(mutant.room):
-        known = recorded(checkout, markers, file)
-        data = CoverageData(known["coverage"])
-        data.read()
-        contexts = data.contexts_by_lineno(mutant.path)
-        data.close()
-        names = {name for line, those in contexts.items() if parser.first_line(line) == first for name in those}
-        tests = {f"{file}::{name.rpartition('.')[2]}" for name in names}
-        # What is imported, cached, collected or done in a fixture: each test of the file may depend on it.
-        if tests - known["seconds"].keys() or (names and once) or mutant.room == INTERPRETED:
-            tests = set(known["seconds"])
-        near[file], others[file] = tests, set(known["starting"]) - tests
-    return near, others
+def choose(checkout: Path, mutant: Mutant) -> dict[str, list[str]]:
+    """Return the tests of each file that execute the statement of a mutant, the quickest file first."""
+    tree = ast.parse((checkout / mutant.path).read_bytes())
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    inside = [(node.lineno, -node.end_lineno) for node in statements if node.lineno <= mutant.line <= node.end_lineno]
+    first = max(inside, default=(0, 0))[0]  # line of the innermost statement; 0: of a decorator
+    around = functions_around(mutant)
+    decorators = " ".join(ast.unparse(decorator) for node in around for decorator in node.decorator_list)
+    known = {file: recorded(checkout, markers_of(mutant.room), file) for file in files_of(mutant.room)}
+    # Triton compiles functions from their text, and some files run where no probe is: each test may execute them.
+    is_seen = any(where.startswith(f"{mutant.path}:") for each in known.values() for where in each["executed"])
+    anywhere = not around or "jit" in decorators or not is_seen
+    chosen = {}
+    for file, each in known.items():
+        numbers = each["executed"].get(f"{mutant.path}:{first}", ())
+        # What is cached, or executed in a fixture or while collecting: each test of the file may depend on it.
+        if anywhere or 0 in numbers or (numbers and "cache" in decorators):
+            chosen[file] = list(each["seconds"])
+        else:
+            chosen[file] = [each["tests"][number - 1] for number in numbers]
+        chosen[file] = [test for test in each["seconds"] if test in chosen[file]]
+    cost = {file: min(map(known[file]["seconds"].get, tests)) for file, tests in chosen.items() if tests}
+    return {file: chosen[file] for file in sorted(cost, key=cost.get)}
 
 
 def try_mutant(checkout: Path, mutant: Mutant) -> Outcome:
     """Run the tests of a mutant in ``checkout``, which is as before afterwards."""
-    path, markers = checkout / mutant.path, SELECTED.get(mutant.room, SELECTED[""])
+    path, markers, began = checkout / mutant.path, markers_of(mutant.room), time.monotonic()
     source, times = path.read_text(encoding="utf-8"), path.stat()
     mutated = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
     assert mutated is not None
     before, after = (text.splitlines()[mutant.line - 1].strip() for text in (source, mutated))
-    change = f"`{before}` → `{after}`"
-    near, others = choose(checkout, mutant, markers)
-    seconds = {test: took for file in near for test, took in recorded(checkout, markers, file)["seconds"].items()}
-    quick = sorted((file for file in near if near[file]), key=lambda file: min(map(seconds.get, near[file])))
-    stages = [{file: near[file] for file in files} for files in (quick[:1], quick[1:])] + [others]
-    code, began, by = 0, time.monotonic(), ""
-    path.write_text(mutated, encoding="utf-8")
-    for stage in stages:
-        files = [file for file in stage if stage[file]]
-        tests = [test for file in files for test in recorded(checkout, markers, file)["seconds"] if test in stage[file]]
-        if tests and code in (0, NO_TESTS):
-            overhead = sum(recorded(checkout, markers, file)["overhead"] for file in files)
-            limit = 30 + 5 * (overhead + sum(map(seconds.get, tests)))
-            code = fork(checkout, partial(run_tests, markers, tests, "-x"), limit)
-            tried = tests
-    path.write_text(source, encoding="utf-8")
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # its compiled module is valid again
-    state = {0: "survived", NO_TESTS: "survived", 1: "killed", None: "timeout"}.get(code, "unloadable")
-    output = Path(f"{checkout}.log").read_text(encoding="utf-8", errors="replace") if state == "killed" else ""
-    if failed := re.search(r"^(?:FAILED|ERROR) ([^[\s]+)", output, re.MULTILINE):
-        by = failed[1]
-        again = tried[: tried.index(by) + 1] if by in tried else tried
-        if fork(checkout, partial(run_tests, markers, again, "-x"), limit) != 0:
-            state = "unstable"
-    return Outcome(mutant, state, change, bool(quick), time.monotonic() - began, by)
+    chosen, number = choose(checkout, mutant), reached.share_number(f"{checkout}.test")
+    files, code, end = list(chosen), 0, "passed" if chosen else "not reached"
+    for those in filter(None, (files[:1], files[1:])):  # most are killed by the first
+        tests = [test for file in those for test in chosen[file]]
+        known = [recorded(checkout, markers, file) for file in those]
+        seconds = sum(each["seconds"].get(test, 0.0) for each in known for test in tests)
+        limit = max(20.0, 3 * (seconds + sum(each["overhead"] for each in known)))
+        path.write_text(mutated, encoding="utf-8")
+        number[0] = 0
+        code = run_in(checkout, partial(run_tests, markers, tests, Progress(number, tests), "-x"), limit)
+        path.write_text(source, encoding="utf-8")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # its compiled module is valid again
+        if code not in (0, NO_TESTS):
+            end = {1: "failed", None: "time limit"}.get(code, "import" if code > 0 else "crash")
+            break
+    state = "survived"
+    if end not in ("passed", "not reached"):
+        again = tests[: number[0]] or tests  # up to the test that it ended in
+        code = run_in(checkout, partial(run_tests, markers, again, Progress(number, again), "-x"), limit)
+        state = "killed" if code == 0 else "unstable"
+    return Outcome(mutant, state, end, f"`{before}` → `{after}`", time.monotonic() - began)
 
 
-def page(outcomes: list[Outcome], options: argparse.Namespace) -> str:
-    """Return the report: the share killed by room, then the survivors and what is counted apart."""
+def page(outcomes: list[Outcome], left_out: list[str], options: argparse.Namespace) -> str:
+    """Return the report: the share killed by room, then the survivors and what else a person may want to judge."""
     asked = f" --room {options.room}" if options.room else ""
     command = f"python tests/mutants.py --per-room {options.per_room} --seed {options.seed}{asked}"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = ["# Mutants", "", f"`{command}` at commit {commit.strip()}", ""]
     lines += [
-        "Share: killed, of those killed and survived. Unreached: survived, and no test was seen to execute the line."
+        "Share: killed, of those killed and survived. Not reached: survived, and no test executes the statement.",
+        "",
     ]
-    lines += ["The other columns are counted apart.", ""]
-    apart = ("equivalent", "unloadable", "unstable", "timeout")
-    columns = ("killed", "survived", "share", "unreached", *apart)
+    columns = ("mutants", "killed", "survived", "share", "not reached", "equivalent", "unstable")
     lines += [f"| room | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     by_room: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
-        unreached = outcome.state == "survived" and not outcome.reached
-        by_room[outcome.mutant.room] += Counter({outcome.state: 1, "unreached": int(unreached)})
+        by_room[outcome.mutant.room].update(("mutants", outcome.state, outcome.end))
     for room, counts in [*sorted(by_room.items()), ("all", sum(by_room.values(), Counter[str]()))]:
         judged = counts["killed"] + counts["survived"]
         numbers = {**counts, "share": f"{counts['killed'] / judged:.0%}" if judged else ""}
         lines.append(f"| {room} | {' | '.join(str(numbers.get(column, 0)) for column in columns)} |")
-    for state in ("survived", *apart):
-        those = sorted((o for o in outcomes if o.state == state), key=lambda o: (o.mutant.path, o.mutant.line))
-        lines += ["", f"{state.capitalize()}:", ""]
-        lines += [f"- {o.mutant.path}:{o.mutant.line} {o.change}{'' if o.reached else ', unreached'}" for o in those]
-        lines += [] if those else ["- none"]
+    for title, wanted in (
+        ("Survived", lambda one: one.state == "survived"),
+        ("Killed without a test that failed", lambda one: one.state == "killed" and one.end != "failed"),
+        ("Equivalent", lambda one: one.state == "equivalent"),
+        ("Unstable", lambda one: one.state == "unstable"),
+    ):
+        those = sorted(filter(wanted, outcomes), key=lambda one: (one.mutant.path, one.mutant.line))
+        notes = ["" if one.end in ("passed", "failed") else f", {one.end}" for one in those]
+        items = [f"- {o.mutant.path}:{o.mutant.line} {o.change}{note}" for o, note in zip(those, notes, strict=True)]
+        lines += ["", f"{title}:", "", *(items or ["- none"])]
+    lines += [
+        "",
+        "Left out, as they fail with nothing changed:",
+        "",
+        *([f"- {test}" for test in left_out] or ["- none"]),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -368,44 +457,40 @@ def read_results(path: Path) -> dict[Mutant, Outcome]:
     return outcomes
 
 
-def work(checkout: Path, chosen: list[Mutant], todo: list[Mutant], options: argparse.Namespace) -> None:
-    """Try mutants; append each outcome to the results and write the page anew."""
-    results = checkout.parent / "results.jsonl"
-    for mutant in todo:
-        outcome = try_mutant(checkout, mutant)
-        with results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
-        outcomes = read_results(results)
-        done = [outcomes[mutant] for mutant in chosen if mutant in outcomes]
-        what = f"{mutant.path}:{mutant.line} {outcome.state} {outcome.change}"
-        print(f"[{len(done)}/{len(chosen)}] {outcome.seconds:4.0f} s  {what}", flush=True)
-        if options.out is not None:
-            options.out.write_text(page(done, options), encoding="utf-8")
-
-
 def main() -> int:
     options = parse_arguments()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for module in IMPORTED:
         importlib.import_module(module)
-    checkouts = [copy_checkout(options.work, job) for job in range(options.jobs)]
     chosen = draw(options.room, options.per_room, options.seed)
-    for room in sorted({mutant.room for mutant in chosen}):
-        for file in files_of(room):
-            recorded(checkouts[0], SELECTED.get(room, SELECTED[""]), file)
-    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"  # of mutants
-    results = checkouts[0].parent / "results.jsonl"
-    known = read_results(results)
-    todo = [mutant for mutant in chosen if mutant not in known]
-    for job, checkout in enumerate(checkouts[1:], start=1):
-        if os.fork() == 0:
-            work(checkout, chosen, todo[job :: options.jobs], options)
-            os._exit(0)
-    work(checkouts[0], chosen, todo[:: options.jobs], options)
-    for _ in checkouts[1:]:
-        os.wait()
-    outcomes = read_results(results)
-    print(page([outcomes[mutant] for mutant in chosen if mutant in outcomes], options))
+    # Modules compiled with probes lie in other copies than those of mutants.
+    probed, plain = (
+        [copy_checkout(options.work, f"{name}{job}") for job in range(options.jobs)] for name in ("record", "")
+    )
+    results = probed[0].parent / "results.jsonl"
+    needed = {(markers_of(room), file): None for room in {one.room for one in chosen} for file in files_of(room)}
+    missing = [one for one in sorted(needed) if not (record_of(probed[0], *one) / "record.json").exists()]
+    in_jobs(options.jobs, missing, lambda job, one: make_record(probed[job], *one))
+    left_out = sorted({test for one in needed for test in recorded(probed[0], *one)["failed"]})
+
+    def write_page(job: int) -> list[Outcome]:
+        outcomes = read_results(results)
+        done = [outcomes[mutant] for mutant in chosen if mutant in outcomes]
+        if options.out is not None:
+            written = options.out.with_suffix(f".{job}")
+            written.write_text(page(done, left_out, options), encoding="utf-8")
+            written.replace(options.out)
+        return done
+
+    def attempt(job: int, mutant: Mutant) -> None:
+        outcome = try_mutant(plain[job], mutant)
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        what = f"{mutant.path}:{mutant.line} {outcome.state} ({outcome.end}) {outcome.change}"
+        print(f"[{len(write_page(job))}/{len(chosen)}] {outcome.seconds:4.0f} s  {what}", flush=True)
+
+    in_jobs(options.jobs, [mutant for mutant in chosen if mutant not in read_results(results)], attempt)
+    print(page(write_page(0), left_out, options))
     return 0
 
 
