@@ -387,7 +387,7 @@ def try_mutant(checkout: Path, mutant: Mutant) -> Outcome:
         path.write_text(source, encoding="utf-8")
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # its compiled module is valid again
         if code not in (0, NO_TESTS):
-            end = {1: "failed", None: "time limit"}.get(code, "import" if code > 0 else "crash")
+            end = {None: "time limit", 1: "failed"}.get(code) or ("crash" if code < 0 else "import")
             break
     state = "survived"
     if end not in ("passed", "not reached"):
