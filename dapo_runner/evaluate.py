@@ -84,7 +84,6 @@ class Evaluation:
         groups = [group for group, _ in judged]
         samples = [sample for group in groups for sample in group.samples]
         average = _mean(group.n_correct / len(group.samples) for group in groups)
-        consensus = _mean_of(votes for _, votes in judged)
         turns = [len(sample.completion.policy_turns) for sample in samples]
         read = [sample.verdict.extracted is not None for sample in samples]
         # A reward that judges correctness without extracting an answer leaves nothing to vote on.
@@ -93,7 +92,7 @@ class Evaluation:
         powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
         return {
             f"avg@{self.k}": average,
-            **({f"cons@{self.k}": consensus.correct} if votes else {}),
+            **({f"cons@{self.k}": _mean(found.correct for _, found in judged)} if votes else {}),
             **{f"pass@{j}": _mean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
             "reward": _mean(sample.base_reward for sample in samples),
             **{f"reward_{name}": _mean(s.parts[name] for s in samples if name in s.parts) for name in parts},
@@ -102,7 +101,7 @@ class Evaluation:
             **({"turns": _mean(turns)} if any(turns) else {}),
             **({"no_answer": _mean(not s.correct and s.verdict.extracted is None for s in samples)} if votes else {}),
             "problems": float(len(groups)),
-            **({} if self.same is None else {"unsettled_votes": float(consensus.unsettled)}),
+            **({} if self.same is None else {"unsettled_votes": float(sum(found.unsettled for _, found in judged))}),
         }
 
 
@@ -124,11 +123,6 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
     if not groups:
         raise EvaluationError(f"evaluation: expected one of {len(prompts)} problems without a failed episode, got none")
     return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))
-
-
-def _mean_of(votes: Iterable[Consensus]) -> Consensus:
-    votes = list(votes)
-    return Consensus(sum(vote.correct for vote in votes) / len(votes), sum(vote.unsettled for vote in votes))
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -277,7 +277,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The oldest version of the weights that sampled any of its tokens. Needs an engine that reports versions."""
-        return min(stretch.version for sample in self.samples for stretch in sample.completion.versions)
+        return min(span.version for sample in self.samples for span in sample.completion.versions)
 
     @property
     def has_mixed_correctness(self) -> bool:
@@ -289,6 +289,10 @@ class Group:
         """Whether the rewards differ between samples, without the length penalty."""
         return len({sample.base_reward for sample in self.samples}) > 1
 
+
+# A checkpoint contains groups, and torch's weights-only unpickler must load it.
+_IN_GROUPS = [Group, Prompt, Sample, Completion, Turn, Verdict, Segment, Branch, VersionSpan, TruncatedSupport]
+torch.serialization.add_safe_globals(list[Any](_IN_GROUPS))
 
 GenerateGroups = Callable[[SequenceOf[RolloutRequest]], list[Group]]
 """Return the scored groups of requests."""

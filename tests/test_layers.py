@@ -20,7 +20,7 @@ LAYERS = (
     ("dapo_kernels",),
     ("dapo_kernels.integrations",),
     ("dapo_runner.errors",),
-    ("dapo_runner.plugins", "dapo_runner.files", "dapo_runner.http"),
+    ("dapo_runner.plugins", "dapo_runner.files", "dapo_runner.http", "dapo_runner.threads"),
     ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt"),
     ("dapo_runner.config",),
     ("dapo_runner.parallel", "dapo_runner.environments"),

@@ -17,7 +17,7 @@ from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapsh
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
-from dapo_runner.rewards.reward import in_thread
+from dapo_runner.threads import in_thread
 
 
 def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> Checkpoint:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from dapo_runner.config.rollout import host_and_port
 from dapo_runner.config.section import BelowOne, Check, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
 
 JUDGE_TEMPLATE = """\
@@ -55,7 +56,7 @@ class AuxiliaryModel(Section):
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
-        yield "url", self.url is None or self.url.startswith(("http://", "https://")), "http://… or https://…"
+        yield "url", self.url is None or host_and_port(self.url) is not None, "an address like http://localhost:8000/v1"
 
 
 class JudgeConfig(AuxiliaryModel, JudgePrompt):

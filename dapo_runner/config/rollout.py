@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -25,8 +27,18 @@ from dapo_runner.types import SamplingParams
 # vLLM 0.32 raises smaller temperatures to 0.01 and rejects those above 2.
 VLLM_TEMPERATURES = (0.01, 2.0)
 ADDRESS = re.compile(  # scheme, host and port
-    r"(https?)://([\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[0-9a-f:.]+(?:%[\w.-]+)?\])(?::([0-9]*))?/*"
+    r"(https?)://(?:[^@/]*@)?([\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[0-9a-f:.]+(?:%[\w.-]+)?\])(?::([0-9]*))?(?:/.*)?"
 )
+
+
+def host_and_port(url: str) -> tuple[str, int] | None:
+    """Return host and port of an address; None if it is not valid."""
+    found = ADDRESS.fullmatch(url.lower())
+    with suppress(ValueError):
+        port = int(found[3] or {"http": 80, "https": 443}[found[1]]) if found else 0
+        if found and 0 < port < 2**16 and (found[2][0] != "[" or IPv6Address(found[2][1:-1])):
+            return found[2], port
+    return None
 
 
 class EngineSpec(NamedTuple):
@@ -102,15 +114,11 @@ class ServerConfig(Section):
     @field_validator("urls")
     @classmethod
     def _check_addresses(cls, urls: list[str]) -> list[str]:
-        places = set[tuple[str, int]]()
         for url in urls:
-            found = ADDRESS.fullmatch(url.lower())
-            port = int(found[3] or {"http": 80, "https": 443}[found[1]]) if found else 0
-            if not (found and 0 < port < 2**16):
+            if host_and_port(url) is None or "@" in url or url.rstrip("/").count("/") > 2:
                 got = "one with an @" if "@" in url else url  # it may hold a password, which must not be printed
                 raise ValueError(f"expected addresses like http://localhost:8000 (a key is set by key_env), got {got}")
-            places.add((found[2], port))
-        if len(places) < len(urls):
+        if len(set(map(host_and_port, urls))) < len(urls):
             raise ValueError(f"expected each server once, got {', '.join(urls)}")
         return urls
 

@@ -94,12 +94,10 @@ class Config(TrainingConfig):
         return self.trained_per_step // self.mini_batch_size
 
     @property
-    def filter_on(self) -> Literal["correctness", "reward"]:
-        """What decides whether a group is accepted. The default is reward with `reward.parts`, else correctness."""
+    def filter_on(self) -> Literal[False, "correctness", "reward"]:
+        """What decides whether a group is accepted; False: every group is."""
         chosen = self.sampler.filter_groups
-        if isinstance(chosen, bool):
-            return "reward" if chosen and self.reward.parts else "correctness"
-        return chosen
+        return ("reward" if self.reward.parts else "correctness") if chosen is True else chosen
 
     @property
     def max_age(self) -> int:
@@ -142,14 +140,14 @@ def with_task_reward(raw: Any) -> Any:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Return what the settings that are null in ``config`` resolve to, by dotted key."""
-    values = {
+    """Return the settings that follow from others, by dotted key."""
+    return {
         "data.template": config.data.prompt_template,
+        "sampler.filter_groups": config.filter_on,
         "sampler.max_age": config.max_age,
         "optimizer.mini_batch_size": config.mini_batch_size,
         "evaluation.max_response_tokens": config.evaluation_tokens,
     }
-    return {key: value for key, value in values.items() if read_key(config, key) is None}
 
 
 def _sizes(config: Config) -> Iterator[Check]:

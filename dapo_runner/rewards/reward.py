@@ -8,22 +8,20 @@ import reprlib
 import signal
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Any, TypeVar
 
 from dapo_runner.config import ConfigError, RewardConfig
-from dapo_runner.errors import RunError
+from dapo_runner.errors import RunError, describe_error
+from dapo_runner.threads import in_thread, map_in_threads
 from dapo_runner.types import Completion, Prompt, Verdict
 
 T = TypeVar("T")
-U = TypeVar("U")
 ASYNC_CALLS = 64  # default of reward.calls.concurrency for calls that mostly wait
 PAUSE = 0.5  # seconds before the first retry; doubled before each further retry
 _SHORT = reprlib.Repr()
@@ -122,14 +120,6 @@ def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Co
     return found
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the type and the message of an error, and the line of the user's code that raised it."""
-    frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
-    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(ours)]
-    line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
-    return f"{type(error).__name__}: {error}{line}"
-
-
 class DeadlineError(BaseException):
     """A call took too long. It is not an Exception, so that the called function does not catch it."""
 
@@ -188,33 +178,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
     threading.Thread(target=run, daemon=True, name="rewards").start()
     return loop
-
-
-def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call ``function`` in a daemon thread. Nothing can interrupt it, but it does not keep the process alive."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
-
-
-def map_in_threads(function: Callable[[T], U], items: Iterable[T], n_threads: int) -> list[U]:
-    """Return the results in order. Start no call after a failure. With one thread, call in the caller's thread."""
-    if n_threads == 1:
-        return [function(item) for item in items]
-    free = threading.Semaphore(n_threads)
-    futures: list[Future[U]] = []
-    for item in items:
-        free.acquire()
-        if any(future.done() and future.exception() for future in futures):
-            break
-        futures.append(in_thread(partial(function, item)))
-        futures[-1].add_done_callback(lambda _: free.release())
-    return [future.result() for future in futures]

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_runner.config import ConfigError
-from dapo_runner.rewards.reward import map_in_threads
+from dapo_runner.threads import map_in_threads
 from dapo_runner.types import Verdict
 
 MAX_OUTPUT = 2**20  # bytes that a process may write
@@ -281,10 +281,11 @@ def open_rule(kind: str, workers: int, deadline: float) -> TextRule:
     return TextRule(kind, workers, deadline)
 
 
-def require_package(kind: str) -> None:
-    """Raise ConfigError if a package that a rule needs is not installed."""
-    if importlib.util.find_spec(PACKAGES[kind]) is None:
-        raise ConfigError(f"reward.kind: {kind!r} requires {PACKAGES[kind]}. Run `pip install 'dapo-kernels[{kind}]'`.")
+def require_package(kind: str, user: str | None = None) -> None:
+    """Raise ConfigError if a package that a rule needs is not installed. ``user``: what uses it, if not a reward."""
+    if importlib.util.find_spec(package := PACKAGES[kind]) is None:
+        user = user or f"reward.kind: {kind!r}"
+        raise ConfigError(f"{user} requires {package}. Run `pip install 'dapo-kernels[{kind}]'`.")
     try:
         ctypes.CDLL("libseccomp.so.2" if kind == "reasoning_gym" else None)
     except OSError as error:

@@ -13,9 +13,9 @@ from typing import Any
 
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
-from dapo_runner.rewards.reward import in_thread
 from dapo_runner.rollout.group_buffer import SampledStep, without_rows
 from dapo_runner.rollout.sampler import DynamicSampler, GenerateRound
+from dapo_runner.threads import in_thread
 from dapo_runner.types import Group, Prompt
 
 JOIN_TIMEOUT = 60.0  # seconds to wait for rounds at the end of a run

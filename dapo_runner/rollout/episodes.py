@@ -27,10 +27,10 @@ from dapo_runner.config import Config
 from dapo_runner.environments.environment import Answer, Environment, Number
 from dapo_runner.environments.template import TurnTemplate
 from dapo_runner.environments.tools import ToolEnvironment, make_environment, template_arguments
-from dapo_runner.errors import ConfigError, RunError
-from dapo_runner.rewards.reward import describe_error, in_thread
+from dapo_runner.errors import ConfigError, RunError, describe_error
 from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.segments import begin, join
+from dapo_runner.threads import in_thread
 from dapo_runner.types import CallOptions, Completion, RolloutRequest, Turn
 
 MOST_CHARACTERS, MOST_CALLS = 32, 64  # of a message per token that an episode may have; calls at the same time

@@ -13,22 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch.serialization import add_safe_globals
-
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
-from dapo_runner.types import (
-    Branch,
-    Completion,
-    Group,
-    Prompt,
-    Sample,
-    Segment,
-    TruncatedSupport,
-    Turn,
-    Verdict,
-    VersionSpan,
-)
+from dapo_runner.types import Completion, Group, Prompt
 
 PRIOR_GROUPS = 4  # the weight of `initial_acceptance`, in groups
 MEMORY = 0.7  # weight of earlier rounds, per round: the acceptance rate changes as the policy learns
@@ -37,9 +24,6 @@ MEMORY = 0.7  # weight of earlier rounds, per round: the acceptance rate changes
 MARGIN = 2.0
 # No round is larger than a whole step needs at this share of `initial_acceptance`, even if acceptance is lower.
 LEAST_SHARE = 0.5
-
-# A checkpoint contains groups, and torch's weights-only unpickler must load it.
-add_safe_globals([Group, Prompt, Sample, Completion, Turn, Verdict, Segment, Branch, VersionSpan, TruncatedSupport])
 
 
 class SamplingExhaustedError(RunError):
@@ -166,12 +150,12 @@ class GroupBuffer:
     def expected(self, n_prompts: int) -> int:
         """Return the expected number of accepted groups among ``n_prompts``, at the current acceptance."""
         completed = round(n_prompts / self.config.oversample)
-        return int(completed * self.acceptance) if self.config.filter_groups else completed
+        return int(completed * self.acceptance) if self.filter_on else completed
 
     def round_size(self, missing: int) -> int:
         """Return the number of prompts to submit for the missing groups, at the current acceptance."""
         needed = missing
-        if self.config.filter_groups:
+        if self.filter_on:
             ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
             needed = min(prompts_for(missing, self.acceptance), ceiling)
         return round(self.config.oversample * needed)
@@ -220,7 +204,7 @@ class GroupBuffer:
         return self.step - group.step <= self.max_age
 
     def _accepts(self, group: Group) -> bool:
-        if not self.config.filter_groups:
+        if not self.filter_on:
             return True
         return group.has_varying_reward if self.filter_on == "reward" else group.has_mixed_correctness
 

@@ -25,15 +25,7 @@ from dapo_runner.config import Config
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.routing import Routing
-from dapo_runner.rollout.engine import (
-    BatchCall,
-    Groups,
-    Note,
-    OpenCall,
-    RolloutEngine,
-    copy_weights,
-    stop_token_ids,
-)
+from dapo_runner.rollout.engine import BatchCall, Groups, Note, OpenCall, RolloutEngine, copy_weights, stop_token_ids
 from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, RolloutRequest, SamplingParams, TruncatedSupport
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.

@@ -54,12 +54,7 @@ class ServerPool:
     """
 
     def __init__(
-        self,
-        settings: ServerConfig,
-        transfer: Transfer,
-        claim: Mapping[str, Any],
-        trial: Mapping[str, Any],
-        note: Note,
+        self, settings: ServerConfig, transfer: Transfer, claim: Mapping[str, Any], trial: Mapping[str, Any], note: Note
     ) -> None:
         """Take ``claim``, described in ``Ownership``, and ``trial``, the short request."""
         self.settings, self.transfer = settings, transfer

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,21 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.config import (
-    Config,
-    ConfigError,
-    SftConfig,
-    apply_overrides,
-    dump_config,
-    flatten,
-    parse,
-    read_recipe,
-)
+from dapo_runner.config import Config, ConfigError, SftConfig, apply_overrides, dump_config, flatten, parse, read_recipe
 from dapo_runner.files import atomic_write
+from dapo_runner.logging.environment import this_version
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 
 CONFIG_FILE = "config.yaml"
+MADE_BY = "# made by "  # first line of CONFIG_FILE, followed by a version
 LOCK_FILE = "lock"
 TINY_MODEL = "model"
 # The settings that may change when a run resumes; `changes.jsonl` records what changed after which step. A name that
@@ -94,9 +87,9 @@ def _owner(file: TextIOWrapper) -> str:
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """Write the configuration atomically: a kill leaves the old file or the new one. Raises ConfigError."""
+    """Write the configuration, under a line with this version, atomically. Raises ConfigError."""
     try:
-        atomic_write(folder / CONFIG_FILE, dump_config(config))
+        atomic_write(folder / CONFIG_FILE, f"{MADE_BY}{this_version()}\n{dump_config(config)}")
     except OSError as error:
         raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
 
@@ -112,20 +105,24 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before!r} → {self.after!r}"
 
 
-def read_config(folder: Path, kind: type[C], overrides: Iterable[str] = ()) -> C:
+def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
     """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError, also for
     a run of another ``kind``.
     """
-    raw = read_recipe(folder / CONFIG_FILE)
+    raw = read_recipe(path := folder / CONFIG_FILE)
     if (found := Config if "reward" in raw else SftConfig) is not kind:
         wanted, got = ("train" if one is Config else "sft" for one in (kind, found))
         raise ConfigError(f"{folder}: expected a run of dapo {wanted}, found one of dapo {got}")
-    raw = apply_overrides(raw, overrides)
     try:
-        return parse(raw, kind)
+        return parse(apply_overrides(raw, overrides), kind)
     except ConfigError as error:
-        other = "If another version made this run, go on with that version."
-        raise ConfigError(f"{folder / CONFIG_FILE}: {error}. {other}") from error
+        if overrides:
+            read_config(folder, kind)  # raises if the file is invalid without them
+            raise
+        line = path.read_text(encoding="utf-8").partition("\n")[0]
+        version = line.removeprefix(MADE_BY) if line.startswith(MADE_BY) else "an older version"
+        other = "" if version == this_version() else f" (the run was last started with {version}: use that)"
+        raise ConfigError(f"{path}: {error}{other}") from error
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from dapo_runner.config import Config, ConfigError, TinyModelConfig
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import apply_template
+from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
-from dapo_runner.rewards.reward import describe_error
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.hf import HFEngine
@@ -194,9 +194,7 @@ def shares_solved_and_truncated(
     ]
     engine = HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
     sampling = SamplingParams(
-        temperature=config.rollout.temperature,
-        max_tokens=config.rollout.max_response_tokens,
-        seed=config.run.seed,
+        temperature=config.rollout.temperature, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
     )
     episodes = EpisodeRunner(config, tokenizer) if config.env else None
     worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)

@@ -81,9 +81,9 @@ def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path:
     out = dapo("train", recipe, *given, "--dry-run")
     printed = yaml.safe_load(out[: out.index("\n\n")])
     assert printed["optimizer"]["lr"] == load_config(recipe, given).optimizer.lr
-    assert printed["sampler"]["max_age"] == 1
+    assert (printed["sampler"]["max_age"], printed["sampler"]["filter_groups"]) == (1, "correctness")
     plan = " ".join(out.split())
-    assert "sampler.filter_groups=true (grpo: false)" in plan
+    assert "sampler.filter_groups=correctness (grpo: false)" in plan
     assert re.search(r"per step 4\D+4\D+16\b", plan)
     assert re.search(r"data: 3\D+2\D+1\b", plan)
     assert not (tmp_path / "runs").exists()

@@ -20,6 +20,7 @@ from small import Dapo, Notes, config_in, write_recipe
 
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
+from dapo_runner.logging.environment import this_version
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.run.folder import CONFIG_FILE, LOCK_FILE, check_same_run, lock_folder, read_config, write_config
 from dapo_runner.run.start import open_run
@@ -134,3 +135,20 @@ def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
         (folder / CONFIG_FILE).write_text(content)
         with pytest.raises(ConfigError, match=str(folder / CONFIG_FILE)):
             read_config(folder, Config)
+
+
+def test_a_config_of_another_version_is_refused_with_that_version(tmp_path: Path) -> None:
+    """A mistake in an override, or in a file of this version, is not put down to a version."""
+    path = tmp_path / CONFIG_FILE
+    write_config(config_in(tmp_path), tmp_path)
+    written, now = path.read_text(), this_version()
+    assert written.count(now) == 1
+    with refused("evaluation.k") as caught:
+        read_config(tmp_path, Config, ["evaluation.k=none"])
+    assert str(path) not in str(caught.value)
+    other = "dapo-kernels 0.0.1, commit 0123456789ab"
+    for text in (written, written.replace(now, other), written.partition("\n")[2]):  # the last has no such line
+        path.write_text(f"{text}gone: 1\n")
+        with refused("gone", parts=[str(path)]) as caught:
+            read_config(tmp_path, Config)
+        assert (other in str(caught.value), now in str(caught.value)) == (other in text, False)

@@ -16,8 +16,9 @@ from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl, to_jsonl
 from dapo_runner.http import HTTPError
 from dapo_runner.rewards.judge import chat
-from dapo_runner.rewards.reward import PAUSE, map_in_threads
-from dapo_runner.rewards.workers import open_rule
+from dapo_runner.rewards.reward import PAUSE
+from dapo_runner.rewards.workers import open_rule, require_package
+from dapo_runner.threads import map_in_threads
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
 
 WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
@@ -41,7 +42,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     A journal saves each result; the same call resumes from it. Raises ConfigError, and HTTPError if the model does not
     reply.
     """
-    open_rule("math", WORKERS, DEADLINE)  # refuses a missing package before the first request
+    require_package("math", "dapo convert-answers")
     if out.suffix != ".jsonl":
         raise ConfigError(f"OUT: expected a .jsonl file, got {out}")
     rows = read_problems(source, config.format, columns=config.columns, subset=config.subset, split=config.split)

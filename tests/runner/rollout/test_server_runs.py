@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from small import events_of
 from dapo_runner.config import parse_config
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rollout.client import RolloutError
-from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.rollout.probe import N_PROMPTS, OutOfSyncError
 from dapo_runner.train import train
 
 
@@ -42,20 +43,31 @@ def losing(fleet: Fleet, ahead: int, n: int, **run: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(ahead: int, model_fleet: Fleet) -> None:
-    """It reports the weights of now, and has those that it started with."""
-    fleet, count = model_fleet, itertools.count()
+    """It reports the weights of now, and has those that it started with. The other server holds the prompts it has, and
+    takes no more, until this one has answered some of the step. The run has no other end.
+    """
+    fleet, n_probed, works_again = model_fleet, itertools.count(1), threading.Event()
+
+    def is_training(body: dict[str, Any]) -> bool:
+        return body["sampling_params"]["n"] > 1
 
     def come_back_stale(body: dict[str, Any]) -> None:
-        if next(count) == 20:
+        if not is_training(body) and next(n_probed) == 2 * N_PROMPTS + 1:  # in the probe after the second step
             fleet[1].kill()
             fleet[1].hooks[UPDATE] = lambda body: (200, {})
+            fleet[1].hooks[GENERATE] = lambda body: works_again.set() if is_training(body) else None
             fleet[1].start()
-        fleet.over.wait(0.05 if body["sampling_params"]["n"] > 1 else 0)
+            killed.set()
+        if is_training(body) and killed.is_set():
+            works_again.wait(120)
 
-    fleet[0].hooks[GENERATE] = come_back_stale
+    fleet[0].hooks[GENERATE], killed = come_back_stale, threading.Event()
+    raw = losing(fleet, ahead, 2, steps=10**6, save_every=0)
+    raw["rollout"]["max_batch_sequences"] = raw["rollout"]["group_size"]  # a server has two prompts of four at a time
+    raw["rollout"]["server"]["sync_within"] = 120
     with pytest.raises(OutOfSyncError, match=fleet[1].url):
-        train(parse_config(losing(fleet, ahead, 2, steps=60, save_every=0)), Progress())
-    assert next(count) > 20
+        train(parse_config(raw), Progress())
+    assert works_again.is_set()
     assert ahead or all(event["train/rollout_gap"] < 1e-4 for event in events_of(fleet.folder / "small"))
 
 

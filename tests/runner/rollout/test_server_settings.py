@@ -14,7 +14,7 @@ from dapo_runner.parallel.world import Layout
 from dapo_runner.preflight.needs import check_needs
 
 NO_ADDRESSES = ["localhost:8000", "http://a:99999", "http://a:0", "http://a b:1", "http://a..b:1", "http://a:1#b"]
-NO_ADDRESSES += ["http://[::1:8000", "http://me:s3cret@a:1"]
+NO_ADDRESSES += ["http://[::1", "http://[x]:1", "http://[:::]:1", "http://[1.2.3.4]:1", "http://me:s3cret@a:1"]
 
 
 @pytest.mark.parametrize("url", NO_ADDRESSES)

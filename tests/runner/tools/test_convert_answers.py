@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,17 @@ def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: 
         assert len(api.bodies) - before == 8 - asked
     for name in ("", ".rejected"):
         assert (tmp_path / f"lost{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
+
+
+def test_a_missing_package_is_named_with_the_command(
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    dapo("convert-answers", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "model=x", "url=http://here", code=2)
+    assert "dapo convert-answers" in dapo.err
+    assert "math_verify" in dapo.err
+    assert "reward." not in dapo.err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
