@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import TINY, save_model
 from fake_server import FakeServer
+from forked_python import forked_python
 from small import Dapo, config_in
 
 from dapo_runner.config import ModelConfig
@@ -35,6 +36,13 @@ def _only_documented_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         write(self, step, kind, figures)
 
     monkeypatch.setattr(RunLog, "figures", check)
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A program in place of ``sys.executable`` whose processes have their imports behind them."""
+    with forked_python(tmp_path_factory.mktemp("python")) as program:
+        yield program
 
 
 @pytest.fixture(scope="session")

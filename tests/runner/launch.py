@@ -10,14 +10,16 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 
 
-def torchrun(n: int, *arguments: str | Path, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    n: int, *arguments: str | Path, timeout: float = 300.0, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """``n`` ranks of a program, or ``-m`` a module; gloo, one thread each."""
-    command = launcher(n, *arguments) if n > 1 else [sys.executable, *map(str, arguments)]
+    command = launcher(n, *arguments, python=python) if n > 1 else [python, *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
-def launcher(n: int, *arguments: str | Path) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+def launcher(n: int, *arguments: str | Path, python: str = sys.executable) -> list[str]:
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     return [*torchrun, *map(str, arguments)]
 
 
@@ -25,9 +27,3 @@ def environment() -> dict[str, str]:
     """Of a process that is not launched yet, with the tests' helpers on its path."""
     paths = [str(TESTS.parent.parent), str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "OMP_NUM_THREADS": "1"}
-
-
-def leave() -> None:
-    """The end of a rank's program. gloo's threads, where they outlive the interpreter, abort the process."""
-    sys.stdout.flush()
-    os._exit(0)

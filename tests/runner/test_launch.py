@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -103,15 +104,22 @@ def ends(prompt, completion):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("rank", "how", "reason"),
+    ("rank", "how", "reason", "interpreter"),
     [
-        (0, "raise KeyError('missing')", "exit code 1"),
-        (1, "os._exit(7)", "exit code 7"),
-        (1, "os.kill(os.getpid(), 9)", "signal 9"),
+        (0, "raise KeyError('missing')", "exit code 1", "forked"),
+        (1, "os._exit(7)", "exit code 7", "forked"),
+        (1, "os.kill(os.getpid(), 9)", "signal 9", "fresh"),
     ],
 )
 def test_two_ranks_train_until_one_of_them_ends(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, how: str, reason: str
+    start: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    python: str,
+    rank: int,
+    how: str,
+    reason: str,
+    interpreter: str,
 ) -> None:
     """Each side says it in a line. Only a kill hints at the out-of-memory killer."""
     (tmp_path / "rewards.py").write_text(ENDS.format(how=how))
@@ -120,7 +128,8 @@ def test_two_ranks_train_until_one_of_them_ends(
     monkeypatch.setenv("ENDS", str(rank))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reward = ["reward.kind=rewards:ends", "sampler.filter_groups=false"]
-    done = torchrun(1, "-m", "dapo_runner", "launch", recipe, "--gpus", "2", *reward)
+    program = python if interpreter == "forked" else sys.executable
+    done = torchrun(1, "-m", "dapo_runner", "launch", recipe, "--gpus", "2", *reward, python=program)
     assert done.returncode == 1, done.stderr[-4000:]
     assert "Traceback" not in done.stderr
     assert done.stdout.startswith("torchrun --standalone --nproc-per-node 2 -m dapo_runner train ")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from builders import make_config
-from launch import TESTS, torchrun
+from ranks import on_ranks
 from small import Dapo
+from traffic import run_cases
 
 from dapo_runner.config import Config, load_config
 from dapo_runner.preflight.account import describe, fits, phase_peaks
@@ -148,10 +149,7 @@ def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> N
         for layout in LAYOUTS
         for name, lora in (("dapo", None), ("gspo", None), ("dapo", {"rank": 4, "alpha": 8}))
     ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    script = TESTS / "parallel" / "traffic.py"
-    done = torchrun(4, script, model_folder, tmp_path / "cases.json", tmp_path / "out.json")
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(4, run_cases, model_folder, cases, tmp_path / "out.json")
     for case, real in zip(cases, json.loads((tmp_path / "out.json").read_text()), strict=True):
         config = make_config(**{**case, "model": {**case["model"], "path": str(model_folder), "tiny": None}})
         found = simulate(config)

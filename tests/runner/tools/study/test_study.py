@@ -316,9 +316,9 @@ def test_what_the_documentation_shows() -> None:
 
 
 @pytest.mark.ranks
-def test_a_study_that_is_killed_goes_on_and_makes_nothing_twice(tmp_path: Path) -> None:
+def test_a_study_that_is_killed_goes_on_and_makes_nothing_twice(tmp_path: Path, python: str) -> None:
     path = write_study(tmp_path, variants=VARIANTS[:2], seeds=[3], start="per_seed")
-    command = [sys.executable, "-m", "dapo_runner", "study", str(path), "--jobs", "1"]
+    command = [python, "-m", "dapo_runner", "study", str(path), "--jobs", "1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
         second = tmp_path / "s/runs/higher/seed_3/metrics.jsonl"
         until = time.monotonic() + 180

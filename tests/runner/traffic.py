@@ -1,16 +1,14 @@
-"""What a test starts on several ranks: `python traffic.py MODEL CASES OUT`. The collectives of a full micro-batch,
-forward and backward, as rank 0 makes them, and the bytes of weights and moments that it holds.
+"""The collectives of a full micro-batch, forward and backward, as rank 0 makes them, and how many bytes of weights and
+moments it holds.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from builders import make_config
 from learners import world_of
 
@@ -20,7 +18,7 @@ from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.simulate import Observer, full_mini_batch
 
 
-def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
+def run_case(path: Path, case: dict[str, Any]) -> dict[str, Any]:
     config = make_config(**case)
     world = world_of(config)
     learner = Learner(load_policy(path, config.model, torch.device("cpu"), world=world), config)
@@ -38,14 +36,7 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
     return {"forward": forward, "backward": observer.seen, "held": held}
 
 
-def main() -> None:
-    path, cases, out = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results = [run_case(path, case) for case in json.loads(Path(cases).read_text())]
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+def run_cases(rank: int, path: Path, cases: list[dict[str, Any]], out: Path) -> None:
+    results = [run_case(path, case) for case in cases]
+    if rank == 0:
+        out.write_text(json.dumps(results))
