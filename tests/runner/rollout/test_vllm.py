@@ -263,10 +263,10 @@ def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_pat
 
 
 @pytest.mark.parametrize("share", [1, 2], ids=["two engines", "one engine of two ranks"])
-def test_two_ranks(whole: Path, tmp_path: Path, share: int) -> None:
+def test_two_ranks(whole: Path, tmp_path: Path, python: str, share: int) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(raw_run(tmp_path, steps=2)))
-    done = torchrun(2, "-m", "dapo_runner", "train", recipe, f"parallel.rollout_tensor={share}")
+    done = torchrun(2, "-m", "dapo_runner", "train", recipe, f"parallel.rollout_tensor={share}", python=python)
     assert done.returncode == 0, done.stderr[-4000:]
     alone, events = (read_log(folder / "metrics.jsonl") for folder in (whole, tmp_path / "small"))
     assert [(event["kind"], event["step"]) for event in events] == [(event["kind"], event["step"]) for event in alone]

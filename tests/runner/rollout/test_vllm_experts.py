@@ -21,10 +21,10 @@ __all__ = ["pytestmark"]
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 
 
-def test_new_weights_reach_the_experts(tmp_path: Path) -> None:
+def test_new_weights_reach_the_experts(tmp_path: Path, python: str) -> None:
     save_model(small_experts("mixtral", intermediate_size=64, **SIZES), make_tokenizer(), tmp_path)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, check=True)
+    subprocess.run([python, __file__, str(tmp_path)], env=environment, check=True)
 
 
 def main(folder: Path) -> None:

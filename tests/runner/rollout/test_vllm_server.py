@@ -269,7 +269,7 @@ def is_healthy(server: Server) -> bool:
     return False
 
 
-def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_by_nccl(config: Config, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gloo in NCCL's place: updates, another trainer between them, a server that is started anew."""
     monkeypatch.setitem(TRANSFERS, "nccl", gloo_for_nccl.Transfer)
     gloo_for_nccl.replace(monkeypatch.setattr)
@@ -278,7 +278,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, monkeypatch: pytest.Mon
     path, url = str(config.model.path), free_address()
     servers = config.rollout.server.model_copy(update={"urls": [url], "transfer": "nccl", "folder": tmp_path / "none"})
     config = with_rollout(config, server=servers)
-    command = [sys.executable, "-m", PROGRAM, *server_arguments(config, path, CPU, url)]
+    command = [python, "-m", PROGRAM, *server_arguments(config, path, CPU, url)]
     command.append("--worker-extension-cls=gloo_for_nccl.Extension")
     places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
