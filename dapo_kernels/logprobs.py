@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from dapo_kernels.backends import backend_for, call_from_logits
+from dapo_kernels.backends import backend_for, call_from_logits, starts_of_rows
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.head import head_of_call
@@ -85,7 +85,7 @@ def token_logprobs(
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
         request = layout.request(target_ids, temperature, layout.live(None), entropy, sampling_mask)
-        kind = call_from_logits(logits, False), logits.stride(-2)
+        kind = call_from_logits(logits, False), starts_of_rows(logits)
         backend_name = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1], *kind)
         in_place = inplace_backward and from_rows.may_work_in_place(logits)
         if in_place:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from dapo_kernels.backends import backend_for, call_from_logits
+from dapo_kernels.backends import backend_for, call_from_logits, starts_of_rows
 from dapo_kernels.call import LossOptions, PolicyCall, RowOptions
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
@@ -345,7 +345,7 @@ def _from_logits(
         call, request = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
         # The in-place form has no effect in a compiled graph: the compiler plans buffers itself.
         in_place = in_place and from_rows.may_work_in_place(logits)
-        kind = call_from_logits(logits, in_place and call.one_visit), logits.stride(-2)
+        kind = call_from_logits(logits, in_place and call.one_visit), starts_of_rows(logits)
         backend_name = backend_for(caller, logits.device, logits.dtype, logits.shape[-1], *kind)
         if in_place:
             check_rows_apart(layout, logits)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from dapo_kernels.backends import backend_for, call_from_logits
+from dapo_kernels.backends import backend_for, call_from_logits, starts_of_rows
 from dapo_kernels.call import checked_denominator
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
@@ -151,7 +151,7 @@ def preference_loss(
         temperature = options.pop("temperature", 1.0)
         call = PairCall.of(layout, ref_logprobs, options)
         request = layout.request(target_ids, temperature, call.live, want_entropy)
-        kind = call_from_logits(logits, False), logits.stride(-2)
+        kind = call_from_logits(logits, False), starts_of_rows(logits)
         backend_name = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1], *kind)
         in_place = in_place and from_rows.may_work_in_place(logits)
         if in_place:

@@ -11,6 +11,7 @@ from dapo_kernels.backends.registry import (
     cpu_backend,
     cuda_build,
     scale_,
+    starts_of_rows,
     use_backend,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "cpu_backend",
     "cuda_build",
     "scale_",
+    "starts_of_rows",
     "use_backend",
 ]

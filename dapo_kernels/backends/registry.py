@@ -184,21 +184,26 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def backend_for(
-    caller: str, device: torch.device, dtype: torch.dtype, vocab: int = 0, call: str = CALLS[0], stride: int = 0
+    caller: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    vocab: int = 0,
+    call: str = CALLS[0],
+    starts: tuple[int, ...] = (),
 ) -> str:
     """Return the name of the backend for ``caller`` with this device and dtype.
 
     Args:
         vocab: length of a row; 0: there are no rows.
         call: one of ``CALLS``.
-        stride: between rows; 0: the rows are aligned.
+        starts: of ``starts_of_rows``; (): the rows are aligned.
 
     Raises:
         ValueError: the backend set by ``use_backend`` does not support the device.
         TypeError: the backend does not support the dtype.
     """
     forced = _forced_last if torch.compiler.is_compiling() else _forced.get()
-    name = forced or _default(device, dtype, vocab, call, stride)
+    name = forced or _default(device, dtype, vocab, call, starts)
     if forced is None and device.type == "cuda" and (why := _why_not(name)) is not None:
         raise RuntimeError(f"{caller}: CUDA tensors require the {name} backend: {why}; or use_backend('torch')")
     devices = BACKENDS[name].devices
@@ -209,11 +214,11 @@ def backend_for(
     return name
 
 
-def _default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, stride: int) -> str:
+def _default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, starts: tuple[int, ...]) -> str:
     if dtype == torch.float64:
         return "torch"
     if device.type == "cuda":
-        return _cuda_default(device, dtype, vocab, call, stride)
+        return _cuda_default(device, dtype, vocab, call, starts)
     return _cpu_default() if device.type == "cpu" else "torch"
 
 
@@ -221,10 +226,12 @@ def _cpu_default() -> str:
     return "cpp" if _why_not("cpp") is None else "torch"
 
 
-def _cuda_default(device: torch.device, dtype: torch.dtype, vocab: int, call: str = CALLS[0], stride: int = 0) -> str:
+def _cuda_default(
+    device: torch.device, dtype: torch.dtype, vocab: int, call: str = CALLS[0], starts: tuple[int, ...] = ()
+) -> str:
     for row in CUDA_DEFAULTS:
         able = row.capability == (0, 0) or torch.cuda.get_device_capability(device) >= row.capability
-        fits = row.aligned is None or row.aligned == (stride * dtype.itemsize % 16 == 0)
+        fits = row.aligned is None or row.aligned == all(start * dtype.itemsize % 16 == 0 for start in starts)
         if able and fits and vocab >= row.vocab and dtype in row.dtypes and call in row.calls:
             return row.backend
     raise AssertionError("CUDA_DEFAULTS: the last row must hold for everything")
@@ -234,6 +241,15 @@ def call_from_logits(logits: Tensor, loss_in_place: bool) -> str:
     """Return the one of ``CALLS`` that a function of logits makes."""
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     return CALLS[0] if loss_in_place else CALLS[1] if needs_gradient else CALLS[2]
+
+
+def starts_of_rows(logits: Tensor) -> tuple[int, ...]:
+    """Return the offset of the first row in its storage, which PyTorch aligns, and the distances between rows.
+
+    torch.compile cannot trace the offset; it stands for 0 there.
+    """
+    distances = logits.stride()[:-1]
+    return distances if torch.compiler.is_compiling() else (logits.storage_offset(), *distances)
 
 
 def backend(name: str) -> Backend:

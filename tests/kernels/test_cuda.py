@@ -48,10 +48,10 @@ def test_the_first_row_of_the_defaults_that_fits_decides(monkeypatch: pytest.Mon
 
 
 def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each public function states its own, and the rows' distance."""
+    """Each public function states its own, and where its rows start."""
     seen: list[str] = []
 
-    def default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, stride: int) -> str:
+    def default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, starts: tuple[int, ...]) -> str:
         rows = (
             registry.Default("in place, aligned", calls=("in place",), aligned=True),
             registry.Default("in place, other", calls=("in place",), aligned=False),
@@ -59,7 +59,7 @@ def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch:
             registry.Default("other"),
         )
         monkeypatch.setattr(registry, "CUDA_DEFAULTS", rows)
-        seen.append(registry._cuda_default(device, dtype, vocab, call, stride))
+        seen.append(registry._cuda_default(device, dtype, vocab, call, starts))
         return "torch"
 
     monkeypatch.setattr(registry, "_default", default)
@@ -85,6 +85,16 @@ def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch:
     dapo_kernels.linear_token_logprobs(hidden, weight, ids)
     dapo_kernels.linear_token_logprobs(hidden, weight.detach(), ids)
     assert seen == ["hidden", "hidden, no gradient"]
+    # Rows at a distance of 16 bytes, of which the first one starts in between; and rows of a batch that is.
+    for logits, name in (
+        (torch.zeros(3, 8)[:, 4:], "no gradient"),
+        (torch.zeros(3, 8)[:, 1:], "other"),
+        (torch.zeros(17)[1:].view(2, 8), "other"),
+        (torch.zeros(34).as_strided((2, 2, 8), (17, 8, 1)), "other"),
+    ):
+        seen.clear()
+        dapo_kernels.token_logprobs(logits, torch.zeros(logits.shape[:-1]).long())
+        assert seen == [name]
 
 
 @pytest.mark.parametrize(
