@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
+from dapo_runner.config import StudyConfig, parse, read_recipe
 from dapo_runner.tools.study.results import PairedTest, estimate, holm, paired_test
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FILES = {
-    name: RESULTS / f"search-{name}-20261126.json" for name in ("ladder", "factorial", "controls", "noise", "fresh")
+    name: RESULTS / f"search-{name}-20261126.json"
+    for name in ("ladder", "factorial", "controls", "noise", "fresh", "lr", "questions", "weak")
 }
+STUDIES = RESULTS.parents[1] / "recipes" / "studies"
 LADDER = {
     "grpo": "naive GRPO",
     "filter": "+ overlong filtering",
@@ -127,6 +130,15 @@ def noise(values: Values) -> dict[str, list[float]]:
     return {"another seed": [values["grpo", other] - values["grpo", seed] for seed, other in pairs]}
 
 
+def planned(study: str, values: Values) -> dict[str, list[float]]:
+    """Return the comparisons that the recipe of a study names: each variant minus the one it is compared with."""
+    variants = parse(read_recipe(STUDIES / f"{study}.yaml"), StudyConfig).variants
+    labels = {variant.name: variant.label for variant in variants}
+    named = [(variant, variant.against) for variant in variants if variant.against is not None]
+    pairs = [(f"{x.label} against {labels[base]}", base, x.name) for x, base in named]
+    return differences(values, pairs)
+
+
 def show(test: PairedTest) -> str:
     """Return mean, standard error and 95 % interval in points."""
     (mean, error), (low, high) = test.difference, test.interval or (float("nan"),) * 2
@@ -169,6 +181,17 @@ def means(found: Mapping[str, Values], labels: Mapping[str, str]) -> list[str]:
     return [f"| | {' | '.join(found)} |", "|---|" + "---:|" * len(found), *rows]
 
 
+def learning_rates(endpoint: str, values: Values) -> list[str]:
+    """Return the mean of the seeds for each rung and learning rate, in percent; the best rate of a rung in bold."""
+    rates = sorted({name.split("_")[1] for name, _ in values}, key=float)
+    rows = [f"| {endpoint} | {' | '.join(rates)} |", "|---|" + "---:|" * len(rates)]
+    for rung, label in LADDER.items():
+        cells = [fmean(x for (name, _), x in values.items() if name == f"{rung}_{rate}") for rate in rates]
+        shown = [f"**{100 * x:.1f}**" if x == max(cells) else f"{100 * x:.1f}" for x in cells]
+        rows.append(f"| {label} | {' | '.join(shown)} |")
+    return rows
+
+
 def fresh_seed() -> list[str]:
     """Compare the rungs of a seed that was not used before with the interval in which the others expect it."""
     ladder, fresh = read("ladder"), read("fresh")
@@ -203,10 +226,14 @@ def attempts_to_refute(runs: Sequence[Run]) -> list[str]:
 
 def tables() -> dict[str, list[str]]:
     """Return all tables by their headings."""
-    ladder, factorial, controls = (endpoints(read(name)) for name in ("ladder", "factorial", "controls"))
+    ladder, factorial, controls, rates = (endpoints(read(name)) for name in ("ladder", "factorial", "controls", "lr"))
+    questions, weak = endpoints(read("questions")), endpoints(read("weak"))
     again = endpoints([run for run in read("ladder", "noise") if run["variant"] == "grpo"])
     more = [("twice the prompts", "token", "twice"), ("dynamic sampling against twice the prompts", "twice", "dapo")]
     whole = [("DAPO − naive GRPO", "grpo", "dapo")]
+    fifth = "the fifth of highest entropy"
+    shares = [(f"{fifth} against a random fifth", "random_fifth", "top_entropy")]
+    shares += [(f"{fifth} against the four fifths of lowest entropy", "lowest_entropy", "top_entropy")]
     return {
         "The ladder": means(ladder, LADDER),
         "Each rung minus the one above it": table({name: rungs(values) for name, values in ladder.items()}),
@@ -218,6 +245,12 @@ def tables() -> dict[str, list[str]]:
         "Twice the prompts": table({name: differences(values, more) for name, values in controls.items()}),
         "The same start models with other seeds": table({name: noise(values) for name, values in again.items()}),
         "A seed that was not used before": fresh_seed(),
+        **{f"Learning rates, {name}": learning_rates(name, values) for name, values in rates.items()},
+        "Questions of later papers": table({name: planned("search-questions", x) for name, x in questions.items()}),
+        "80/20 and its controls": table({name: differences(values, shares) for name, values in questions.items()}),
+        "Normalisation and reward scale, from weaker start models": table(
+            {name: planned("search-weak", values) for name, values in weak.items()}
+        ),
     }
 
 

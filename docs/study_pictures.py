@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,13 +11,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dapo_runner.config import StudyConfig, parse, read_recipe
-from dapo_runner.tools.study.figures import draw_figure
+from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure
 from dapo_runner.tools.study.results import by_variant, load_results
-from docs.search_effects import FILES, RESULTS, Contrasts, Values, effects, endpoints, read, rungs
+from docs.search_effects import FILES, STUDIES, Contrasts, Values, effects, endpoints, planned, read, rungs
 
 ROOT = Path(__file__).parents[1]
-CURVES = {"search-ladder": FILES["ladder"], "prompt-mean": RESULTS / "study-prompt-mean-20261124.json"}
-STUDIES = ROOT / "recipes" / "studies"
 FOLDER = ROOT / "docs" / "study"
 
 
@@ -31,7 +30,8 @@ def draw_differences(ax: Axes, found: Mapping[str, list[float]]) -> None:
 
 def draw(path: Path, found: Mapping[str, Values], contrasts: Callable[[Values], Contrasts], unit: str) -> None:
     """Draw the contrasts of a study: a panel for each endpoint, a row for each contrast, a point for each seed."""
-    canvas = Figure(figsize=(11.5, 3.2), dpi=110, layout="constrained")
+    rows = len(contrasts(next(iter(found.values()))))
+    canvas = Figure(figsize=(11.5, 1.2 + 0.4 * rows), dpi=110, layout="constrained")
     for ax, (name, values) in zip(canvas.subplots(1, len(found), sharey=True), found.items(), strict=True):
         draw_differences(ax, {label: [100 * x for x in points] for label, points in contrasts(values).items()})
         ax.set_title(name if name.startswith("pass") else f"avg@16 at {name}", fontsize=10)
@@ -39,9 +39,11 @@ def draw(path: Path, found: Mapping[str, Values], contrasts: Callable[[Values], 
     canvas.savefig(path)
 
 
-def draw_curves(name: str, values: Path, folder: Path = FOLDER) -> None:
-    """Draw the figures of a study from its JSON file, with fewer colors than it is drawn in: a fourth of the bytes."""
-    study, found = parse(read_recipe(STUDIES / f"{name}.yaml"), StudyConfig), by_variant(load_results(values))
+def draw_curves(folder: Path = FOLDER) -> None:
+    """Draw the figures of the ladder with fewer colors than they are drawn in, a fourth of the bytes, and its fit."""
+    study = parse(read_recipe(STUDIES / "search-ladder.yaml"), StudyConfig)
+    found = by_variant(load_results(FILES["ladder"]))
+    draw_entropy_fit(study, found, folder)
     for figure in study.figures:
         path = draw_figure(figure, study, found, folder)
         assert path is not None
@@ -51,5 +53,5 @@ def draw_curves(name: str, values: Path, folder: Path = FOLDER) -> None:
 if __name__ == "__main__":
     draw(FOLDER / "search-ladder.png", endpoints(read("ladder")), rungs, "difference to the row above (points)")
     draw(FOLDER / "search-factors.png", endpoints(read("factorial")), effects, "main effect (points)")
-    for study, values in CURVES.items():
-        draw_curves(study, values)
+    draw(FOLDER / "search-questions.png", endpoints(read("questions")), partial(planned, "search-questions"), "points")
+    draw_curves()

@@ -54,16 +54,17 @@ def planned(folder: Path, **settings: Any) -> tuple[StudyConfig, list[StudyRun]]
 
 
 def test_the_studies_that_come_along_do_not_clash() -> None:
-    """The tricks begin with the models of Table 1, and have runs of other names."""
+    """The questions have the runs of the ladder and others; they begin with its models."""
     recipes, runs = ROOT / "recipes", {}
     for path in sorted((recipes / "studies").iterdir()):
         study = parse(read_recipe(path), StudyConfig)
         assert plan_starts(study, recipes / f"{study.base}.yaml") is not None
         found = plan_runs(study, recipes / f"{study.base}.yaml")
         runs[path.stem] = {(run.variant, run.seed): run.config for run in found}
-    assert not runs["tricks"].keys() & runs["table1"].keys()
+    shared = runs["search-questions"].keys() & runs["search-ladder"].keys()
+    assert shared == {("dapo", seed) for seed in range(5)}
     paths = {name: {run.model.path for run in of.values()} for name, of in runs.items()}
-    assert paths["tricks"] < paths["table1"]
+    assert paths["search-questions"] < paths["search-ladder"]
 
 
 def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> None:
