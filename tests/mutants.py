@@ -305,10 +305,8 @@ def record(markers: str, file: str, folder: Path) -> int:
     for number, where in map(str.split, (folder / "hits").read_text(encoding="utf-8").splitlines()):
         executed[where].add(int(number))
     known = {"tests": progress.tests, "seconds": progress.seconds, "overhead": overhead}
-    known |= {
-        "failed": sorted(progress.failed),
-        "executed": {where: sorted(those) for where, those in executed.items()},
-    }
+    known["failed"] = sorted(progress.failed)
+    known["executed"] = {where: sorted(those) for where, those in executed.items()}
     (folder / "known.json").write_text(json.dumps(known), encoding="utf-8")
     return 0 if code in (0, 1, NO_TESTS) else code
 
@@ -325,10 +323,9 @@ def make_record(checkout: Path, markers: str, file: str) -> None:
     code = run_in(checkout, partial(record, markers, file, folder), RECORD_SECONDS)
     if code != 0:
         shutil.copy(f"{checkout}.log", folder / "log")
-        end = (
-            f"{file} ({folder}/log: {f'no end after {RECORD_SECONDS:.0f} s' if code is None else f'exit code {code}'})"
-        )
-        known = {"tests": [], "seconds": {}, "overhead": 0.0, "failed": [end], "executed": {}}
+        end = f"no end after {RECORD_SECONDS:.0f} s" if code is None else f"exit code {code}"
+        known = {"tests": [], "seconds": {}, "overhead": 0.0, "executed": {}}
+        known["failed"] = [f"{file} ({end}: {folder}/log)"]
         (folder / "known.json").write_text(json.dumps(known), encoding="utf-8")
     (folder / "known.json").rename(folder / "record.json")
     (folder / "hits").unlink(missing_ok=True)
