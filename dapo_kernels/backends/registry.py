@@ -249,7 +249,7 @@ def starts_of_rows(logits: Tensor) -> tuple[int, ...]:
     torch.compile cannot trace the offset; it stands for 0 there.
     """
     distances = logits.stride()[:-1]
-    return distances if torch.compiler.is_compiling() else (logits.storage_offset(), *distances)
+    return distances if torch.compiler.is_compiling() else (int(logits.storage_offset()), *distances)
 
 
 def backend(name: str) -> Backend:

@@ -29,8 +29,8 @@ class WarmupConfig(Section):
     batch_size: PositiveInt = 64  # worked examples per step
     examples: PositiveInt = 2000  # worked examples in total
     lr: PositiveFloat = 1e-3  # learning rate of the warm-up
-    repeat: BelowOne = 0.0  # probability that a line of an example is repeated, again after each repetition
-    turns: str | None = None  # module:function(question, answer, rng) → the turns of an example with env
+    repeat: BelowOne = 0.0  # probability to repeat a line of an example, drawn again after each repetition
+    turns: str | None = None  # with env: module:function(question, answer, rng), returns an example's turns
     stop_at: Share | None = None  # end early once this share of unseen training problems is solved
 
 
@@ -69,9 +69,9 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
     # recompute activations in the backward pass to save memory. offload: also keep the inputs of the layers on the host
     gradient_checkpointing: bool | Literal["offload"] = False
-    compile: bool = False  # torch.compile between the matrix products of a layer; takes about 10 s once
+    compile: bool = False  # use torch.compile between the matrix products of a layer; compiling takes about 10 s
     lora: LoraConfig | None = None  # train low-rank adapters only
-    trust_remote_code: bool = False  # run code that a model's repository contains
+    trust_remote_code: bool = False  # run Python code from the model's repository
 
     def checks(self) -> Iterator[Check]:
         yield "path", (self.path is None) != (self.tiny is None), "exactly one of path and tiny (the other null)"
@@ -80,19 +80,19 @@ class ModelConfig(Section):
 class SegmentsConfig(Section):
     """Segment Policy Optimization (arXiv 2505.23564): advantages per segment of a response. docs/spo.md.
 
-    A tree has three levels. Their branching is three similar factors of `rollout.group_size`, two if it has no three.
+    A tree has a level for each of three factors of `rollout.group_size`, as equal as possible; two if it has no three.
     """
 
     requires = {"kind=chain": "interval samples", "kind=tree": "tokens per_step"}
 
     kind: Literal["chain", "tree"]  # chain: values from continuations; tree: values from the responses below a node
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: tokens less likely than this are cut points
-    mask: bool = True  # only cut points train
-    interval: PositiveInt = 5  # chain: cut points in a segment
+    mask: bool = True  # true: only cut points train; false: all tokens
+    interval: PositiveInt = 5  # chain: cut points per segment
     samples: PositiveInt = 9  # chain: continuations per value; their mean reward is the value
-    # tree: tokens of a segment; a segment of the last level ends the response. null: the same maximum on all levels
+    # tree: maximum tokens of a segment, except on the last level. null: rollout.max_response_tokens / levels
     tokens: PositiveInt | None = None
-    per_step: PositiveInt | None = None  # tree: responses that one step trains on, the rest later; null: all at once
+    per_step: PositiveInt | None = None  # tree: responses of a group that train per step; null: all in one step
 
 
 class TreeShape(NamedTuple):
@@ -129,7 +129,7 @@ class AdvantageConfig(Section):
     gamma: Share = 1.0  # discount per token; formulas: dapo_runner.algorithms.returns
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # λ of gae
     segments: SegmentsConfig | None = None  # advantages per segment, instead of kind
-    turn_gamma: Share | None = None  # discount of rewards over the turns of an episode; null: one advantage for all
+    turn_gamma: Share | None = None  # discount of rewards per turn of an episode; null: its turns share one advantage
 
     @property
     def by_token(self) -> bool:
@@ -151,7 +151,7 @@ class CriticConfig(Section):
     share_trunk: bool = False  # put the value head on the policy and add coef × value loss to its loss
     coef: PositiveFloat = 0.1  # share_trunk: coefficient of the value loss
     lr: PositiveFloat = 9e-6  # separate critic: peak learning rate; it follows optimizer.schedule
-    warmup_steps: NonNegativeInt = 0  # separate critic: first rollout steps, in which only it trains
+    warmup_steps: NonNegativeInt = 0  # separate critic: first rollout steps in which only the critic trains
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
 
@@ -166,7 +166,7 @@ class LossConfig(Section):
     reference: str | None = None  # kl_coef ≠ 0: the reference model of the KL penalty; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    old_logprobs: Literal["learner", "rollout"] = "learner"  # which log-probs are the denominator of the ratio
+    old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs the importance ratio divides by
     # mixtures of experts: replay the routing of the pass for old log-probs (trainer, true) or of sampling (engine)
     routing_replay: bool | Literal["trainer", "engine"] = False
 
@@ -196,8 +196,8 @@ class OptimizerConfig(Section):
     requires = {"schedule=linear|cosine": "min_lr_ratio", "model.dtype=float32|bfloat16": "offload"}
 
     lr: PositiveFloat = 1e-6  # peak learning rate
-    warmup_steps: NonNegativeInt = 20  # linear, in rollout steps
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # course after the warm-up
+    warmup_steps: NonNegativeInt = 20  # rollout steps of linear warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at the end
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
@@ -205,7 +205,7 @@ class OptimizerConfig(Section):
     offload: bool = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
     grad_clip: PositiveFloat | None = 1.0  # maximum gradient norm; null: no clipping
     mini_batch_size: PositiveInt | None = 512  # responses per update; null: one update per rollout step
-    token_budget: PositiveInt = 22528  # packed positions per micro-batch
+    token_budget: PositiveInt = 22528  # maximum number of packed tokens in a micro-batch
 
 
 class ParallelConfig(Section):
@@ -215,7 +215,7 @@ class ParallelConfig(Section):
 
     gpus: PositiveInt = 1  # required number of processes; 1: as many as the launcher starts
     replicate: PositiveInt = 1  # copies of the weights, each sharded over gpus / replicate (HSDP)
-    reshard_after_forward: bool = True  # False: keep whole layers from forward to backward
+    reshard_after_forward: bool = True  # false: keep gathered layers in memory from forward to backward pass
     sequence: PositiveInt = 1  # sequence parallelism: GPUs that share the positions of one micro-batch
     rollout_tensor: PositiveInt = 1  # tensor parallelism of the rollout engine: GPUs per copy of its weights
     timeout: PositiveFloat = 1800.0  # seconds that a rank waits for another rank
