@@ -47,7 +47,7 @@ class Dataset:
 def load_data(config: Config, tokenizer: Any) -> Dataset:
     """Return training and held-out prompts. Raises ConfigError."""
     data, report = config.data, DataReport()
-    make = _generate_gym if data.reasoning_gym else _generate if data.format == "arithmetic" else _read
+    make = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else _read
     train, sets = make(data, report)
     arguments = template_arguments(config.env)
 
@@ -77,7 +77,7 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
 Problems = tuple[list[Problem], dict[str, list[Problem]]]  # training problems, and evaluation sets by name
 
 
-def _generate(data: DataConfig, report: DataReport) -> Problems:
+def _generate_arithmetic(data: DataConfig, report: DataReport) -> Problems:
     train, heldout = (
         [
             Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits, "question": p.question})
@@ -163,8 +163,8 @@ def tokenize(
 
 
 def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: str = "", **kwargs: Any) -> str:
-    """Return the text of a conversation up to the response, or up to the end of its last message, where ``until`` is
-    inserted for a moment. ``kwargs`` are passed to the chat template.
+    """Return the text of a conversation up to the response or, with ``until``, a text that occurs nowhere else, up to
+    the end of the last message. ``kwargs`` are passed to the chat template.
     """
     if not chat:
         return "\n\n".join(content for _, content in turns)
@@ -209,7 +209,7 @@ class PromptCursor:
         return taken
 
     @property
-    def place(self) -> dict[str, int]:
+    def epoch_and_position(self) -> dict[str, int]:
         """Epoch and position of the next prompt."""
         return {"epoch": self.epoch, "position": self.position}
 
@@ -219,7 +219,7 @@ class PromptCursor:
 
     def state_dict(self) -> dict[str, Any]:
         curriculum = self.curriculum.state_dict()
-        state = {**self.place, "seed": self.seed, "data": self._fingerprint()}
+        state = {**self.epoch_and_position, "seed": self.seed, "data": self._fingerprint()}
         return state | ({"curriculum": curriculum} if curriculum else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ class SamplingStalledError(RunError):
 
 @dataclass(eq=False)
 class _Round:
-    """A round of prompts in flight. ``position``: the cursor before them."""
+    """A round of prompts in flight. ``position``: epoch and position of the cursor before it took them."""
 
     position: dict[str, int]
     prompts: list[Prompt]
@@ -48,7 +48,7 @@ class AsynchronousSampler:
         self.max_staleness, self.last_step = rollout.max_staleness, config.run.steps
         self.n_rounds = rollout.max_staleness + 1 if rollout.partial else 1  # most in flight
         self.round_timeout = 8 * rollout.server.answer_within  # seconds for each while a step waits for it
-        self.step = self.buffer.step  # that trains now, or trained last
+        self.step = self.buffer.step  # the step that trains now, or trained last
         self._ready: deque[SampledStep] = deque()
         self._rounds: deque[_Round] = deque()  # submitted, not accepted yet
         self._is_filling = False
@@ -170,7 +170,7 @@ class AsynchronousSampler:
             missing = buffer.missing + further * wanted - buffer.expected(self.in_flight)
             if missing <= 0:
                 break
-            position = sampler.cursor.place
+            position = sampler.cursor.epoch_and_position
             prompts = sampler.cursor.take(buffer.round_size(min(missing, wanted)), buffer.step + min(n, further))
             submitted.append(_Round(position, prompts, Future()))
             self._rounds.append(submitted[-1])  # before its thread: a checkpoint must not lose the prompts

@@ -196,8 +196,8 @@ class EpisodeRunner:
         versions = tuple(span._replace(length=n) for span in turn.versions[:1] if n)
         said = replace(begin(torch.tensor(tokens).long()), logprobs=torch.full((n,), torch.nan), versions=versions)
         for part in (said, turn) if tokens else (turn,):
-            place = episode.length, episode.length + part.length, self.decode(part.token_ids.tolist())
-            turns.append(Turn("environment" if part is said else "assistant", *place))
+            extent = episode.length, episode.length + part.length, self.decode(part.token_ids.tolist())
+            turns.append(Turn("environment" if part is said else "assistant", *extent))
             episode = replace(join(episode, part), versions=(*episode.versions, *part.versions))
         turns[-1] = turns[-1]._replace(finish_reason="stop", reward=reward)
         return replace(episode, turns=tuple(turns))

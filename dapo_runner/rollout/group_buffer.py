@@ -85,7 +85,7 @@ class GroupBuffer:
         self.config, self.filter_on, self.max_age = config.sampler, config.filter_on, config.max_age
         self.groups: list[Group] = []
         self.waiting: list[Group] = []  # remaining samples of groups, for later steps
-        self.step = 0  # that is being filled, or was taken last
+        self.step = 0  # the step that is being filled, or was taken last
         self.stats = SamplingStats()
         self._accepted = self._tried = 0.0  # numbers of groups, weighted by age
 

@@ -117,7 +117,7 @@ class HFEngine(RolloutEngine):
             for number, request in enumerate(requests)
         ]
         # Prompts of like length together: little is padded.
-        rows = [row for group in sorted(groups, key=lambda own: len(own[0].prompt_ids)) for row in group]
+        rows = [row for group in sorted(groups, key=lambda group: len(group[0].prompt_ids)) for row in group]
         for start in range(0, len(rows), self.max_batch_sequences):
             self._decode(rows[start : start + self.max_batch_sequences])
         return [self._completions(group) for group in groups]
@@ -132,9 +132,9 @@ class HFEngine(RolloutEngine):
         logits, mask, cache = self._prefill(rows)
         for step in count():
             tokens, logprobs, kept = sample_tokens(logits, uniform[:, step], rows[0].request.sampling)
-            for row, token, logprob, own in zip(rows, tokens.tolist(), logprobs.tolist(), kept, strict=True):
+            for row, token, logprob, support in zip(rows, tokens.tolist(), logprobs.tolist(), kept, strict=True):
                 if row.is_running:
-                    self._append(row, token, logprob, own)
+                    self._append(row, token, logprob, support)
             left = [line for line, row in enumerate(rows) if row.is_running]
             if keep and len(left) <= (1 - DEAD_SHARE) * len(rows):
                 _keep_past(rows, mask, cache)

@@ -126,7 +126,7 @@ class ServerEngine(RolloutEngine):
         server_key(settings.urls[0], settings.key_env)
         self.answer_within = settings.answer_within * (1 + max_staleness)  # requests of earlier rounds go first
         self.transfer: Transfer = TRANSFERS[settings.transfer](config, world)
-        self.run = world.broadcast_from_rank0(lambda: secrets.token_hex(4))  # identifies this run of the process
+        self.token = world.broadcast_from_rank0(lambda: secrets.token_hex(4))  # identifies this run, see ``Ownership``
         self.updates = 0
         self.calls: set[Future] = set()  # in progress
         self.is_closed = False
@@ -137,7 +137,7 @@ class ServerEngine(RolloutEngine):
         owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"
         is_wide = config.model.float32_logits or config.model.dtype == "float32"
         facts = model_facts(text_config, config.model.dtype, is_wide, config.rollout.vllm.batch_invariant)
-        claim = {"token": self.run, "owner": owner, "model": facts}
+        claim = {"token": self.token, "owner": owner, "model": facts}
         short = RolloutRequest(0, Prompt("", (self.stop_ids[0],), "", ""), SamplingParams(max_tokens=1))
         (trial,) = self._bodies([short], None)
         self.pool = ServerPool(settings, self.transfer, claim, trial, note)
@@ -160,7 +160,7 @@ class ServerEngine(RolloutEngine):
         n_requests = self._n_requests(max(one.sampling.n for one in requests), options)
         self._run(self._answer(call, n_requests, len(bodies)))
         found = [call.answers.get(index, []) for index in range(len(bodies))]
-        return [own * (one.sampling.n // len(own)) if own else [] for own, one in zip(found, requests, strict=True)]
+        return [each * (one.sampling.n // len(each)) if each else [] for each, one in zip(found, requests, strict=True)]
 
     def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _OpenServerCall(self, options, wake, n_prompts)
@@ -192,7 +192,7 @@ class ServerEngine(RolloutEngine):
         """See ``RolloutEngine.update_weights``. Waits for the servers in use; the others load the weights when they
         recover. Raises RolloutError if none is available within `sync_within`.
         """
-        self.transfer.publish(f"{self.run}:{self.updates + 1}", loadable_weights(self._model, weights))
+        self.transfer.publish(f"{self.token}:{self.updates + 1}", loadable_weights(self._model, weights))
         self.updates += 1
         urls = self.world.broadcast_from_rank0(lambda: self._run(self.pool.deliver()))
         if not self.world.is_main:
@@ -307,7 +307,7 @@ class ServerEngine(RolloutEngine):
 
     def _checked(self, server: Server, answer: Any, n: int, oldest: int) -> list[Completion]:
         """Return the ``n`` responses of an answer. Raises ServerError if it is incomplete or from old weights."""
-        known = {f"{self.run}:{update}": update for update in range(oldest, self.updates + 1)}
+        known = {f"{self.token}:{update}": update for update in range(oldest, self.updates + 1)}
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             versions = {span["version"] for choice in choices for span in choice["weight_versions"]}
@@ -343,11 +343,11 @@ class _OpenServerCall(OpenCall):
         self.engine, self.options, self._wake = engine, options, wake
         self._keys: list[int] = []  # of the requests, by index
         self._answered: SimpleQueue[int] = SimpleQueue()
-        self._call = _Call([], None, engine.updates, self._take)
+        self._call = _Call([], None, engine.updates, self._on_answer)
         self._task = engine.start(engine._answer(self._call, engine._n_requests(1, options), n_prompts))
         self._task.add_done_callback(lambda _: wake())
 
-    def _take(self, index: int) -> None:
+    def _on_answer(self, index: int) -> None:
         self._answered.put(index)
         self._wake()
 

@@ -149,7 +149,8 @@ def test_rounds_in_flight_are_asked_again_in_their_place(hung: int, n_rounds: in
             steps.append(ahead.next(engine))
         if hung == 2:
             return all(engine.answered[number].is_set() for number in behind)
-        return ahead.state_dict()["rounds_so_far"] == 3
+        state = ahead.state_dict()  # a full buffer waits for `next` before it submits the round that hangs
+        return state["rounds_so_far"] == 3 and state["in_flight"] > 0
 
     wait_until(is_held)
     state = ahead.state_dict()
