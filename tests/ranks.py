@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ def on_ranks(n_ranks: int, function: Callable[..., None], *args: Any) -> None:
 
 
 def _rank(rank: int, n_ranks: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_tests, daemon=True).start()
     torch.set_num_threads(1)
     for who in ("", "LOCAL_"):
         os.environ |= {f"{who}RANK": str(rank), f"{who}WORLD_SIZE": str(n_ranks)}
@@ -35,3 +38,9 @@ def _rank(rank: int, n_ranks: int, port: int, function: Callable[..., None], arg
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads, where they outlive the interpreter, abort the process
+
+
+def _end_with_tests() -> None:
+    """Leave when the tests' process is gone, which cannot end its ranks if it is killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
