@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,21 @@ def functions_around(mutant: Mutant) -> list[ast.FunctionDef | ast.AsyncFunction
     return [node for node in functions_in(ROOT / mutant.path) if node.body[0].lineno <= mutant.line <= node.end_lineno]
 
 
+def mutate(mutant: Mutant, source: str) -> str:
+    mutated = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
+    assert mutated is not None
+    return mutated
+
+
+def is_valid(mutant: Mutant) -> bool:
+    """Tell whether it is Python: a star that is no product is mutated, too."""
+    try:
+        ast.parse(mutate(mutant, (ROOT / mutant.path).read_text(encoding="utf-8")))
+    except SyntaxError:
+        return False
+    return True
+
+
 def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     """Draw lines of each room, for each a kind of mutation, then one mutant of that kind; the rooms take turns."""
     by_room: dict[str, dict[tuple[str, int], dict[str, list[Mutant]]]] = defaultdict(dict)
@@ -154,8 +170,9 @@ def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     for room, by_line in sorted(by_room.items()):
         rng = random.Random(f"{seed} {room}")
         keys = {line: rng.random() ** (1 / weights[line]) for line in sorted(by_line)}  # the largest: a weighted draw
-        for turn, line in enumerate(sorted(keys, key=keys.get, reverse=True)[:per_room]):
-            drawn.append((turn, room, rng.choice(by_line[line][rng.choice(sorted(by_line[line]))])))
+        lines = [by_line[line] for line in sorted(keys, key=keys.get, reverse=True)]
+        mutants = filter(is_valid, (rng.choice(kinds[rng.choice(sorted(kinds))]) for kinds in lines))
+        drawn += [(turn, room, mutant) for turn, mutant in enumerate(islice(mutants, per_room))]
     return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])]
 
 
@@ -368,8 +385,7 @@ def try_mutant(checkout: Path, mutant: Mutant) -> Outcome:
     """Run the tests of a mutant in ``checkout``, which is as before afterwards."""
     path, markers, began = checkout / mutant.path, markers_of(mutant.room), time.monotonic()
     source, times = path.read_text(encoding="utf-8"), path.stat()
-    mutated = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
-    assert mutated is not None
+    mutated = mutate(mutant, source)
     before, after = (text.splitlines()[mutant.line - 1].strip() for text in (source, mutated))
     chosen, number = choose(checkout, mutant), reached.share_number(f"{checkout}.test")
     files, code, end = list(chosen), 0, "passed" if chosen else "not reached"
