@@ -5,7 +5,7 @@
 Part 1 has what most machines with torch lack: packages of the runner, and the peers. ``--all`` adds the compiler of
 quack's kernels and Liger's scaled cross-entropy, in further parts. A file that is larger than a part is cut;
 ``gpu.sh`` joins the pieces. Every part names the commit, because a copied tree has no .git. vLLM and the weights of a
-model are too large: the page of stage 5 names what it took instead.
+model are too large: gpu-5-run.txt names what stage 5 took instead.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def bundle(folder: Path, everything: bool = False, python: str = PYTHON) -> str:
         sizes = split(sorted(Path(fresh).iterdir()), folder)
     for number, size in enumerate(sizes, 1):
         part = folder / str(number)
-        (part / "commit.json").write_text(json.dumps(machine.source_state()))
+        made_from = {"commit": machine.git_commit(), "sources": machine.sources()}
+        (part / "commit.json").write_text(json.dumps(made_from))
         lines.append(f"{size / 2**20:6.1f} MiB  {part}: {', '.join(sorted(path.name for path in part.iterdir()))}")
     return "\n".join(lines)
 

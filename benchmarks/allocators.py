@@ -1,17 +1,8 @@
 """The memory allocator of a process on a CPU, as settings that must be in its environment from the start.
 
-PyTorch on a CPU with large tensors spends much of its time on the first touch of fresh pages, a page fault for each
-4 KiB. glibc returns every freed block above 32 MiB to the system, so that the next call faults again.
-
-out of the box      no variable is set.
-thresholds raised   glibc keeps freed blocks of any size and hands them out again.
-huge pages          torch asks for huge pages (``madvise``) for tensors of 2 MiB and more: a fault for each 2 MiB, and
-                    fewer TLB misses. Freed memory still goes back to the system. No effect where
-                    ``transparent_hugepage`` is ``never``.
-both                the two together.
-
-With raised thresholds, glibc before 2.38 may not reuse a block of the same size for a tensor, because torch asks for
-alignment, which that glibc serves from a slightly larger block. Figures then scatter with the heap's history.
+docs/performance.md says what they do. With raised thresholds, glibc before 2.38 may not reuse a block of the same size
+for a tensor, because torch asks for alignment, which that glibc serves from a slightly larger block. Figures then
+scatter with the heap's history.
 """
 
 from __future__ import annotations
@@ -42,10 +33,3 @@ def environment(name: str, base: Mapping[str, str] = os.environ) -> dict[str, st
     """Return ``base`` with this setting and no other, for a process that is still to start."""
     known = {key for setting in ALLOCATORS.values() for key in setting}
     return {key: value for key, value in base.items() if key not in known and key not in _OTHERS} | ALLOCATORS[name]
-
-
-def mismatch(name: str, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return why figures of this process would not be those of the setting, or ``None``."""
-    found = environment(name, env)
-    different = sorted(key for key in {*found, *env} if found.get(key) != env.get(key))
-    return f"this process does not run {name}: {', '.join(different)} differ" if different else None

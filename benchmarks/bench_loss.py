@@ -18,11 +18,9 @@ from benchmarks.harness import check, contestants_of
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Truth, find_truth
 
-# Other allocators must be set before a process starts.
 CASES = [
     pytest.param(config, contestant, id=f"{config.workload}-{contestant.name}".replace(" ", "_"))
     for config in SMOKE
-    if config.allocator == SMOKE[0].allocator
     for contestant in contestants_of(config)
 ]
 
@@ -39,8 +37,8 @@ def test_loss(benchmark: object, config: Config, contestant: Contestant) -> None
     if reason := contestant.missing():
         pytest.skip(reason)
     problem, truth = _prepare(config)
-    run = contestant.make(problem)
     problem.restore()
+    run = contestant.make(problem)
     result = run()
     if contestant.kind != "denominator":
         row = check(contestant, result, truth)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_ranks --model models/smollm2-135m --out benchmarks/results/ranks-NAME.md
 
-A training step of SmolLM2-135M by one process with two threads, by the same under torchrun (FSDP2 over one rank), and
-by two ranks with a thread each. Prompts, weights and number of responses are the same.
+A training step of SmolLM2-135M by one process with two threads, and by two ranks with a thread each. Prompts, weights
+and number of responses are the same.
 """
 
 from __future__ import annotations
@@ -11,27 +11,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from benchmarks import machine
+from benchmarks.machine import ROOT
+from benchmarks.report import markdown_table
+from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.timing import seconds_by_phase
 
-ROOT = Path(__file__).parent.parent
 WARM_UP = 1  # steps left out: memory is taken and kept, and kernels are compiled
 RESPONSES, TOKENS = 16, 128
 PHASES_SHOWN = 6
-
-
 # Name, ranks (0: no launcher), threads.
-SIDES = (
-    ("one process, 2 threads", 0, 2),
-    ("torchrun, 1 rank, 2 threads", 1, 2),
-    ("torchrun, 2 ranks, 1 thread each", 2, 1),
-)
+SIDES = (("one process, 2 threads", 0, 2), ("torchrun, 2 ranks, 1 thread each", 2, 1))
+
+
+class Step(NamedTuple):
+    """Seconds of a step by phase, without evaluation and checkpoints, and all that its logs have."""
+
+    phases: dict[str, float]
+    metrics: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
 
 
 def recipe(model: str, folder: str, prompts: int, steps: int, **rollout: Any) -> dict[str, Any]:
@@ -58,65 +67,56 @@ def recipe(model: str, folder: str, prompts: int, steps: int, **rollout: Any) ->
     }
 
 
-def train(
-    raw: dict[str, Any], launcher: list[str], environment: dict[str, str], timeout: float | None = None
-) -> list[dict[str, float]]:
-    """Run a recipe in a process of its own; return the seconds of each step after the warm-up, by phase."""
+def train(raw: dict[str, Any], environment: dict[str, str], launcher: Sequence[str] = ()) -> list[Step]:
+    """Run a recipe in a process of its own; return its steps after the warm-up."""
     folder = Path(raw["run"]["output_dir"])
     path = folder / "recipe.json"  # JSON is YAML
     path.write_text(json.dumps(raw))
     command = [sys.executable, *launcher, "-m", "dapo_runner", "train", str(path)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
-    return [phases_of(event) for event in events_of(folder / "run" / "timings.jsonl")[WARM_UP:]]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    steps = []
+    logs = (read_log(folder / raw["run"]["name"] / name) for name in (TIMINGS_FILE, METRICS_FILE))
+    for timings, metrics in zip(*([event for event in log if event["kind"] == "step"] for log in logs), strict=True):
+        phases = {name: s for name, s in seconds_by_phase(timings).items() if name not in ("save", "evaluate")}
+        steps.append(Step(phases, timings | metrics))
+    return steps[WARM_UP:]
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
-    """Return the steps of a log."""
-    return [event for event in map(json.loads, path.read_text().splitlines()) if event["kind"] == "step"]
-
-
-def phases_of(event: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of a step by phase, without evaluation and checkpoints."""
-    seconds = {key.removeprefix("seconds/"): value for key, value in event.items() if key.startswith("seconds/")}
-    return {phase: value for phase, value in seconds.items() if phase not in ("save", "evaluate")}
+def phase_table(found: dict[str, list[Step]]) -> str:
+    """Return the medians of sides: a step, what it is of the first side's, and the longest phases."""
+    totals = {name: median(step.seconds for step in steps) for name, steps in found.items()}
+    phases = {
+        phase: {name: median(step.phases.get(phase, 0.0) for step in steps) for name, steps in found.items()}
+        for phase in {phase for steps in found.values() for step in steps for phase in step.phases}
+    }
+    shown = sorted(phases, key=lambda phase: -max(phases[phase].values()))[:PHASES_SHOWN]
+    first = next(iter(totals))
+    rows = [
+        [name, *(f"{x:.2f}" for x in (total, total / totals[first], *(phases[phase][name] for phase in shown)))]
+        for name, total in totals.items()
+    ]
+    return markdown_table(["how", "a step", f"÷ {first}", *(phase.replace("_", " ") for phase in shown)], rows)
 
 
 def measure_steps(options: argparse.Namespace) -> str:
     here = machine.describe()
-    found: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in SIDES}
+    found: dict[str, list[Step]] = {name: [] for name, _, _ in SIDES}
     for _ in range(options.rounds):
         for name, ranks, threads in SIDES:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
             with tempfile.TemporaryDirectory() as folder:
                 raw = recipe(str(Path(options.model).resolve()), folder, options.prompts, options.steps)
                 raw["run"]["threads"] = threads
-                found[name] += train(raw, launcher, {**os.environ, "OMP_NUM_THREADS": str(threads)})
-    return step_page(found, here, options)
-
-
-def step_page(found: dict[str, list[dict[str, float]]], here: dict[str, Any], options: argparse.Namespace) -> str:
-    totals = {name: statistics.median(sum(step.values()) for step in steps) for name, steps in found.items()}
-    base = next(iter(totals.values()))
-    names = {phase for steps in found.values() for step in steps for phase in step}
-    phases = {
-        phase: {name: statistics.median(step.get(phase, 0.0) for step in steps) for name, steps in found.items()}
-        for phase in names
-    }
-    shown = sorted(names, key=lambda phase: -max(phases[phase].values()))[:PHASES_SHOWN]
-    rows = []
-    for name, total in totals.items():
-        cells = [name, f"{total:.2f}", f"{total / base:.2f}", *(f"{phases[phase][name]:.2f}" for phase in shown)]
-        rows.append(f"| {' | '.join(cells)} |")
+                found[name] += train(raw, {**os.environ, "OMP_NUM_THREADS": str(threads)}, launcher)
     return f"""# A step of SmolLM2-135M on one process and on ranks
 
 {options.prompts} prompts × {RESPONSES} responses of up to {TOKENS} tokens, bfloat16, engine `hf`, one update of
 micro-batches of at most 16384 tokens, `parallel.reshard_after_forward=false`. Seconds, medians of {options.rounds} ×
 {options.steps} steps: the sides take turns, and the first {WARM_UP} of each process and saving are left out.
-{machine.facts(here, "python", "-m", "benchmarks.bench_ranks")}
 
-| how | a step | ÷ one process | {" | ".join(phase.replace("_", " ") for phase in shown)} |
-|---|---:|---:|{"---:|" * len(shown)}
-{chr(10).join(rows)}
+{machine.facts(here)}
+
+{phase_table(found)}
 """
 
 

@@ -11,36 +11,24 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.configs import BACKENDS, PATHS, Config
+from benchmarks.configs import Config
 from benchmarks.formulas import FORMULAS, OVERRIDES
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
-from dapo_kernels import (
-    dapo_loss,
-    linear_dapo_loss,
-    linear_token_logprobs,
-    token_logprobs,
-    use_backend,
-)
+from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
 from dapo_kernels.backends import available_backends
 
 Run = Callable[[], Result]
-
-
-def _own_rounding(dtype: str) -> str:
-    return "bfloat16 tensors" if dtype == "bfloat16" else dtype
-
-
-def softmax_rounding(dtype: str) -> str:
-    """Return the tolerance of a softmax that runs in the dtype of the logits."""
-    return "bfloat16 softmax" if dtype == "bfloat16" else dtype
+LogprobsOf = Callable[..., tuple[Tensor, Tensor | None]]
+BACKENDS = ("dapo_kernels, triton", "dapo_kernels, cuda")
+NEW_GRADIENTS = tuple(f"{name}, new gradient" for name in BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -49,13 +37,12 @@ class Contestant:
 
     Attributes:
         setting: how it is used, in a few words, for the report.
-        kind: "denominator", "ours", "eager", "compile" or "peer".
+        kind: "denominator"; of our kernels "ours", on a GPU "backend" where another one than the default is named, and
+            "launch" with other launch parameters; "eager"; "compile" where torch.compile takes part; "peer".
         make: problem → the timed call; it may allocate buffers that are kept.
         level, device: of the configurations it can do; ``None`` is all.
         takes: further conditions on the configuration.
-        rounding: dtype → row of ``truth.TOLERANCES``.
-        copies: [N, V] tensors at the peak beyond the inputs, in the logits' dtype and in float32. Decides beforehand
-            whether a configuration fits the memory.
+        rounds_softmax: the softmax runs in the dtype of the logits, which allows larger errors (``truth.TOLERANCES``).
         modules: what it imports; the first one's package must be installed.
         backend: of dapo_kernels, where it is not the device's default.
         destroys_logits: overwrites the caller's logits. Such a contestant is compared with our call that does so too,
@@ -69,8 +56,7 @@ class Contestant:
     level: str | None = None
     device: str | None = None
     takes: Callable[[Config], bool] = lambda config: True
-    rounding: Callable[[str], str] = _own_rounding
-    copies: tuple[float, float] = (0.0, 0.0)
+    rounds_softmax: bool = False
     modules: tuple[str, ...] = ()
     backend: str | None = None
     destroys_logits: bool = False
@@ -86,13 +72,6 @@ class Contestant:
         absent = sorted(package for package in packages if importlib.util.find_spec(package) is None)
         return f"{', '.join(absent)} is not installed" if absent else None
 
-    def extra_bytes(self, config: Config) -> int:
-        """Estimate the peak beyond the inputs, gradients of hidden states and head included."""
-        own, wide = self.copies
-        logits = config.n_tokens * config.vocab
-        head = (config.n_tokens + config.vocab) * config.hidden
-        return int(logits * (own * config.torch_dtype.itemsize + wide * 4)) + 6 * head
-
 
 def training(problem: Problem, loss_of: Callable[..., Tensor]) -> Run:
     """Return the timed call of a function that maps the inputs to a loss."""
@@ -105,19 +84,22 @@ def training(problem: Problem, loss_of: Callable[..., Tensor]) -> Run:
     return run
 
 
-def from_logprobs(problem: Problem, logprobs_of: Callable[..., tuple[Tensor, Tensor | None]]) -> Run:
-    """Return the timed call of a function that maps the inputs to (log-probs, entropy). The loss on top is eager."""
+def from_logprobs(problem: Problem, logprobs_of: LogprobsOf, compiled: Callable[..., Any] = lambda call: call) -> Run:
+    """Return the timed call of a function that maps the inputs to (log-probs, entropy). The loss on top is eager, or
+    compiled together with it.
+    """
     if problem.config.mode == "train":
 
         def loss_of(*leaves: Tensor) -> Tensor:
             logprobs, entropy = logprobs_of(*leaves)
             return FORMULAS[problem.config.objective](logprobs, problem.tokens._replace(entropy=entropy))
 
-        return training(problem, loss_of)
+        return training(problem, compiled(loss_of))
+    forward = compiled(logprobs_of)
 
     def run() -> Result:
         with torch.no_grad():
-            logprobs, entropy = logprobs_of(*problem.inputs())
+            logprobs, entropy = forward(*problem.inputs())
         return Result(logprobs=logprobs, entropy=entropy)
 
     return run
@@ -126,13 +108,10 @@ def from_logprobs(problem: Problem, logprobs_of: Callable[..., tuple[Tensor, Ten
 # --- denominators ----------------------------------------------------------------------------------------------------
 
 
-def _mul(problem: Problem, live: bool = False) -> Run:
-    assert problem.logits is not None
-    parts = [problem.logits[rows] for rows in problem.live_rows()] if live else [problem.logits]
-
+def _mul(problem: Problem) -> Run:
     def run() -> Result:
-        for part in parts:
-            part.mul_(1.0)
+        assert problem.logits is not None
+        problem.logits.mul_(1.0)
         return Result()
 
     return run
@@ -176,75 +155,40 @@ def _gemms(problem: Problem, live: bool = False) -> Run:
 # --- dapo_kernels ----------------------------------------------------------------------------------------------------
 
 
-def _loss_keywords(problem: Problem) -> dict[str, Any]:
-    tokens, objective = problem.tokens, problem.config.objective
-    n = len(tokens.target_ids)
-    step, device = n // tokens.n_sequences, tokens.target_ids.device
-    return {
-        "mask": tokens.mask,
-        "cu_seqlens": torch.arange(0, n + 1, step, dtype=torch.int32, device=device),
-        "objective": objective,
-        **OVERRIDES.get(objective, {}),
-    }
-
-
-def ours_from_logits(problem: Problem, inplace: bool = True) -> Run:
+def ours(problem: Problem, inplace: bool = True) -> Run:
+    """Return our call; from logits with the gradient in their place, or a new one."""
     config, tokens = problem.config, problem.tokens
     if config.mode == "forward":
+        stats_of: Callable[..., Any] = linear_token_logprobs if config.level == "hidden" else token_logprobs
 
-        def logprobs_of(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-            stats = token_logprobs(logits, tokens.target_ids, entropy=config.entropy)
+        def logprobs_of(*leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+            stats = stats_of(*leaves, tokens.target_ids, entropy=config.entropy)
             return stats.logprobs, stats.entropy
 
         return from_logprobs(problem, logprobs_of)
-    keywords = _loss_keywords(problem)
-    return training(problem, lambda x: dapo_loss(x, *tokens[:3], inplace_backward=inplace, **keywords).loss)
+    length, device = config.n_tokens // config.n_sequences, tokens.target_ids.device
+    starts = torch.arange(0, config.n_tokens + 1, length, dtype=torch.int32, device=device)
+    keywords = {"mask": tokens.mask, "cu_seqlens": starts, "objective": config.objective}
+    keywords |= OVERRIDES.get(config.objective, {}) | (
+        {"inplace_backward": inplace} if config.level == "logits" else {}
+    )
+    call: Callable[..., Any] = linear_dapo_loss if config.level == "hidden" else dapo_loss
+    return training(problem, lambda *leaves: call(*leaves, *tokens[:3], **keywords).loss)
 
 
-def _ours_from_hidden(problem: Problem, host_sync: bool | None = None) -> Run:
-    config, tokens = problem.config, problem.tokens
-    if config.mode == "forward":
-
-        def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-            stats = linear_token_logprobs(hidden, weight, tokens.target_ids, entropy=config.entropy)
-            return stats.logprobs, stats.entropy
-
-        return from_logprobs(problem, logprobs_of)
-    keywords = _loss_keywords(problem)
-    return training(problem, lambda h, w: linear_dapo_loss(h, w, *tokens[:3], host_sync=host_sync, **keywords).loss)
-
-
-def on_backend(name: str, make: Callable[[Problem], Run]) -> Callable[[Problem], Run]:
-    """Return ``make`` with the calls served by one backend of dapo_kernels."""
-
-    def make_there(problem: Problem) -> Run:
-        call = make(problem)
-
-        def run() -> Result:
-            with use_backend(name):
-                return call()
-
-        return run
-
-    return make_there
-
-
-def _on_path(problem: Problem, path: str) -> Run:
-    """Return our call from logits on one of the loss kernels of the cuda backend."""
-    call = on_backend("cuda", ours_from_logits)(problem)
-    module = importlib.import_module("dapo_kernels.backends.cuda")
+def within(
+    problem: Problem, make: Callable[[Problem], Run], *contexts: Callable[[], AbstractContextManager[Any]]
+) -> Run:
+    """Return a contestant's call inside of context managers, which are made for each call."""
+    call = make(problem)
 
     def run() -> Result:
-        with mock.patch.object(module, "PATH", path):
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
             return call()
 
     return run
-
-
-def cluster_holds(config: Config) -> bool:
-    """Return whether a row is in the shared memory of a cluster: 16-byte aligned, at most 16 blocks of 222 KiB."""
-    row_bytes = config.vocab * config.torch_dtype.itemsize
-    return config.mode == "train" and row_bytes % 16 == 0 and row_bytes <= 16 * 220 * 2**10
 
 
 # --- eager PyTorch and torch.compile ---------------------------------------------------------------------------------
@@ -257,7 +201,7 @@ def eager_logprobs(logits: Tensor, target_ids: Tensor, entropy: bool, upcast: bo
     return logprobs, -(everything.exp() * everything).sum(-1) if entropy else None
 
 
-def _eager(problem: Problem, upcast: bool, compiled: bool = False) -> Run:
+def _eager(problem: Problem, upcast: bool, compiled: bool) -> Run:
     config, ids = problem.config, problem.tokens.target_ids
 
     def logprobs_of(*leaves: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -266,15 +210,7 @@ def _eager(problem: Problem, upcast: bool, compiled: bool = False) -> Run:
 
     if not compiled:
         return from_logprobs(problem, logprobs_of)
-    if config.mode == "forward":
-        return from_logprobs(problem, torch.compile(logprobs_of, fullgraph=True, dynamic=False))
-
-    # The loss is compiled too, so that the compiler may fuse all it can.
-    def loss_of(*leaves: Tensor) -> Tensor:
-        logprobs, entropy = logprobs_of(*leaves)
-        return FORMULAS[config.objective](logprobs, problem.tokens._replace(entropy=entropy))
-
-    return training(problem, torch.compile(loss_of, fullgraph=True, dynamic=False))
+    return from_logprobs(problem, logprobs_of, functools.partial(torch.compile, fullgraph=True, dynamic=False))
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -284,97 +220,54 @@ def _trains(config: Config) -> bool:
     return config.mode == "train"
 
 
-def _is_padded(config: Config) -> bool:
-    return config.live < 1
+_new_gradient = functools.partial(ours, inplace=False)
+_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 
 
-def _trains_padded(config: Config) -> bool:
-    return _trains(config) and _is_padded(config)
+def _on_backend(name: str, inplace: bool = True, **more: Any) -> Contestant:
+    """Return our call served by the backend in its name."""
+    backend = name.split(", ")[1]
+
+    def make(problem: Problem) -> Run:
+        return within(problem, functools.partial(ours, inplace=inplace), lambda: use_backend(backend))
+
+    setting = f"{_IN_PLACE if inplace else _NEW}, use_backend({backend!r})"
+    return Contestant(name, setting, "backend", make, device="cuda", backend=backend, destroys_logits=inplace, **more)
 
 
-def _is_narrow(config: Config) -> bool:
-    return config.dtype != "float32"
-
-
-def _plain_pytorch(name: str, setting: str, upcast: bool, compiled: bool, copies: tuple[float, float]) -> Contestant:
-    return Contestant(
-        name,
-        setting,
-        "compile" if compiled else "eager",
-        functools.partial(_eager, upcast=upcast, compiled=compiled),
-        takes=_is_narrow if upcast else lambda config: True,
-        rounding=_own_rounding if upcast else softmax_rounding,
-        copies=copies,
-        modules=("torch._dynamo", "torch._inductor.compile_fx") if compiled else (),
-    )
-
-
-_live_mul, _live_gemms = functools.partial(_mul, live=True), functools.partial(_gemms, live=True)
-_new_gradient = functools.partial(ours_from_logits, inplace=False)
-_no_wait = functools.partial(_ours_from_hidden, host_sync=False)
-_ONE = (1.0, 0.0)
-_BUFFERS = "logits, dhidden, dweight into existing buffers"
-_DEAD = "host_sync=False: dead tokens go through the GEMMs"
-_LIVE_GEMMS = "three GEMMs, live tokens"
-
-
-def _denominator(name: str, setting: str, make: Callable[[Problem], Run], level: str, **more: Any) -> Contestant:
-    return Contestant(name, setting, "denominator", make, level, **more)
-
-
-def _ours(name: str, setting: str, make: Callable[[Problem], Run], level: str, **more: Any) -> Contestant:
-    return Contestant(name, setting, "ours", make, level, **more)
-
+_IN_PLACE, _NEW = "defaults; from logits inplace_backward=True", "inplace_backward=False"
 
 CONTESTANTS: tuple[Contestant, ...] = (
     # The first denominator of a configuration is the one that figures are divided by.
-    _denominator("copy_", "one copy onto the logits", _copy, "logits", device="cuda"),
-    _denominator("mul_", "one bare in-place pass over the logits", _mul, "logits"),
-    _denominator("mul_, live rows", "the pass over the rows that train", _live_mul, "logits", takes=_is_padded),
-    _denominator("three GEMMs", _BUFFERS, _gemms, "hidden", takes=_trains, copies=_ONE),
-    _denominator(
-        _LIVE_GEMMS, "of the tokens that train alone", _live_gemms, "hidden", takes=_trains_padded, copies=_ONE
+    Contestant("copy_", "one copy onto the logits", "denominator", _copy, "logits", device="cuda"),
+    Contestant("mul_", "one bare in-place pass over the logits", "denominator", _mul, "logits"),
+    Contestant("GEMMs", "three, in forward mode one, into existing buffers", "denominator", _gemms, "hidden"),
+    Contestant(
+        "GEMMs, live tokens",
+        "of the tokens that train alone",
+        "denominator",
+        functools.partial(_gemms, live=True),
+        "hidden",
+        takes=lambda config: _trains(config) and config.live < 1,
     ),
-    _denominator(
-        "one GEMM", "logits into an existing buffer", _gemms, "hidden", takes=lambda c: not _trains(c), copies=_ONE
-    ),
-    _ours("dapo_kernels", "inplace_backward=True", ours_from_logits, "logits", destroys_logits=True),
-    _ours("dapo_kernels, new gradient", "inplace_backward=False", _new_gradient, "logits", takes=_trains, copies=_ONE),
-    _ours("dapo_kernels", "default chunks", _ours_from_hidden, "hidden"),
+    Contestant("dapo_kernels", _IN_PLACE, "ours", ours, destroys_logits=True),
+    Contestant("dapo_kernels, new gradient", _NEW, "ours", _new_gradient, "logits", takes=_trains),
+    *(_on_backend(name) for name in BACKENDS),
+    *(_on_backend(name, inplace=False, level="logits", takes=_trains) for name in NEW_GRADIENTS),
     *(
-        _ours(
-            f"dapo_kernels, {name}{suffix}",
-            f"{setting}, use_backend({name!r})",
-            on_backend(name, make),
-            level,
-            device="cuda",
-            backend=name,
-            **more,
+        Contestant(
+            f"{name}, softmax in fp32" if upcast else name,
+            f"log_softmax {'of logits.float()' if upcast else 'in the dtype of the logits'} {setting}",
+            kind,
+            functools.partial(_eager, upcast=upcast, compiled=kind == "compile"),
+            takes=lambda config, upcast=upcast: not upcast or config.dtype != "float32",
+            rounds_softmax=not upcast,
+            modules=modules,
         )
-        for name in (backend.removeprefix("dapo_kernels, ") for backend in BACKENDS)
-        for suffix, level, setting, make, more in (
-            ("", "logits", "in place", ours_from_logits, {}),
-            (", new gradient", "logits", "inplace_backward=False", _new_gradient, {"takes": _trains, "copies": _ONE}),
-            ("", "hidden", "default chunks", _ours_from_hidden, {}),
+        for name, kind, setting, modules in (
+            ("eager", "eager", "+ gather", ()),
+            ("torch.compile", "compile", "+ gather and the loss, fullgraph, warm", _COMPILER),
         )
-    ),
-    *(
-        _ours(
-            name,
-            f"in place, {name.split()[-1]}_loss alone",
-            functools.partial(_on_path, path=name.split()[-1]),
-            "logits",
-            device="cuda",
-            takes=takes,
-            backend="cuda",
-        )
-        for name, takes in zip(PATHS, (cluster_holds, _trains), strict=True)
-    ),
-    _ours("dapo_kernels, no wait", _DEAD, _no_wait, "hidden", device="cuda", takes=_trains_padded),
-    _plain_pytorch("eager", "log_softmax + gather in the logits' dtype", False, False, (4.0, 0.0)),
-    _plain_pytorch("eager, softmax in fp32", "log_softmax of logits.float()", True, False, (1.0, 3.0)),
-    _plain_pytorch("torch.compile", "eager and the loss, fullgraph, warm", False, True, (2.0, 1.0)),
-    _plain_pytorch(
-        "torch.compile, softmax in fp32", "eager in fp32 and the loss, fullgraph, warm", True, True, (2.0, 1.0)
+        for upcast in (False, True)
     ),
 )

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.configs import BACKENDS, NEW_GRADIENTS, TUNINGS
+from benchmarks.contestants import BACKENDS, NEW_GRADIENTS
+from benchmarks.tuning import TUNINGS
 from dapo_kernels.backends.registry import Default
 
 MARGIN = 0.03  # of the time: twice what runs of one kernel differ by
 TRITON, CUDA = BACKENDS
-
-
 Kind = tuple[str, bool, str]  # the call, whether rows are aligned, the dtype
 
 

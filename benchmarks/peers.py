@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.configs import Config
-from benchmarks.contestants import Contestant, Run, from_logprobs, softmax_rounding, training
+from benchmarks.contestants import Contestant, Run, from_logprobs, training
 from benchmarks.problem import Problem
 from benchmarks.truth import Result
 
@@ -33,30 +33,28 @@ _CHUNK_TOKENS = 512
 
 
 PEERS: list[Contestant] = []
-Make = Callable[[Problem], Run]
+Find = Callable[[Problem], Callable[..., Any]]
 
 
-def _peer(name: str, setting: str, level: str, *modules: str, **more: Any) -> Callable[[Make], Make]:
-    """Add a row whose make function is decorated."""
-
-    def add(make: Make) -> Make:
-        PEERS.append(Contestant(name, setting, "peer", make, level, modules=modules, **more))
-        return make
-
-    return add
+def _from_losses(problem: Problem, losses: Callable[..., Tensor]) -> Run:
+    """Return the call of a function (logits, ids) or (hidden, weight, ids) → losses [N]."""
+    return from_logprobs(problem, lambda *leaves: (-losses(*leaves, problem.tokens.target_ids), None))
 
 
-def _cross_entropy(name: str, setting: str, level: str, module: str, **more: Any) -> Callable[[Any], Any]:
-    """Add a row for a CUDA device. The decorated function takes the module and whether the logits may be overwritten,
-    and returns (logits, ids) or (hidden, weight, ids) → losses [N].
-    """
+def _from_mean(problem: Problem, mean: Callable[..., Tensor]) -> Run:
+    """Return the call of a function (hidden, weight, ids) → mean loss."""
+    return training(problem, lambda *leaves: mean(*leaves, problem.tokens.target_ids))
 
-    def add(find: Callable[[Any, bool], Callable[..., Tensor]]) -> Any:
-        def make(problem: Problem) -> Run:
-            losses = find(import_module(module), problem.config.mode == "train")
-            return from_logprobs(problem, lambda *leaves: (-losses(*leaves, problem.tokens.target_ids), None))
 
-        return _peer(name, setting, level, module, device="cuda", takes=_no_entropy, **more)(make)
+def _peer(
+    name: str, setting: str, level: str, *modules: str, call: Callable[..., Run] = from_logprobs, **more: Any
+) -> Callable[[Find], Find]:
+    """Add a row. The decorated function returns what ``call`` makes the timed call of."""
+
+    def add(find: Find) -> Find:
+        row = {"kind": "peer", "make": lambda problem: call(problem, find(problem)), **more}
+        PEERS.append(Contestant(name, setting, level=level, modules=modules, **row))
+        return find
 
     return add
 
@@ -78,11 +76,10 @@ def is_cross_entropy(config: Config) -> bool:
 # --- also on a CPU ----------------------------------------------------------------------------------------------------
 
 _TRL = "trl.trainer.utils"
-_TRL_TENSORS = {"rounding": softmax_rounding, "copies": (2.5, 0.0)}
 
 
-@_peer("TRL selective_log_softmax", "[B, L, V] as its trainers call it", "logits", _TRL, **_TRL_TENSORS)
-def _trl_selective(problem: Problem) -> Run:
+@_peer("TRL selective_log_softmax", "[B, L, V] as its trainers call it", "logits", _TRL, rounds_softmax=True)
+def _trl_selective(problem: Problem) -> Callable[..., Any]:
     from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
 
     by_sequence = (problem.tokens.n_sequences, -1)
@@ -95,11 +92,11 @@ def _trl_selective(problem: Problem) -> Run:
         logprobs, entropy = selective_log_softmax_and_entropy(padded, index)
         return logprobs.flatten(), entropy.flatten()
 
-    return from_logprobs(problem, logprobs_of)
+    return logprobs_of
 
 
 @_peer("TRL chunked log-probs", "its default tile", "hidden", _TRL, "trl.kernels")
-def _trl_chunked(problem: Problem) -> Run:
+def _trl_chunked(problem: Problem) -> Callable[..., Any]:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
@@ -109,14 +106,14 @@ def _trl_chunked(problem: Problem) -> Run:
         found = ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, TILE, None, 1.0, outputs)
         return found[0], found[1]
 
-    return from_logprobs(problem, logprobs_of)
+    return logprobs_of
 
 
 _LIGER = ("liger_kernel.chunked_loss", "torch._dynamo", "torch._inductor.compile_fx")
 
 
-@_peer("Liger GRPO", "all sequences in one chunk", "hidden", *_LIGER, takes=_takes_dapo)
-def _liger_hidden(problem: Problem) -> Run:
+@_peer("Liger GRPO", "all sequences in one chunk", "hidden", *_LIGER, call=training, kind="compile", takes=_takes_dapo)
+def _liger_hidden(problem: Problem) -> Callable[..., Any]:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     tokens, batch = problem.tokens, problem.tokens.n_sequences
@@ -130,32 +127,22 @@ def _liger_hidden(problem: Problem) -> Run:
         states = hidden.view(batch, -1, hidden.shape[-1])
         return loss(states, weight, ids, mask, advantages, old_per_token_logps=old)[0]
 
-    return training(problem, loss_of)
+    return loss_of
 
 
-def _torch_takes(config: Config) -> bool:
-    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return available and not config.entropy
-
-
-_TORCH = {"takes": _torch_takes, "rounding": softmax_rounding}
+_TORCH: dict[str, Any] = {"call": _from_losses, "takes": _no_entropy, "rounds_softmax": True}
 _CHUNKED = f"torch's own, reduction none, balanced, chunks of {_CHUNK_TOKENS}"
 
 
-@_peer("linear_cross_entropy", "torch's own, reduction none, logits held", "hidden", copies=(4.0, 0.0), **_TORCH)
-def _torch_linear(problem: Problem, options: Any = None) -> Run:
-    ids = problem.tokens.target_ids
-
-    def logprobs_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
-        return -F.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options), None
-
-    return from_logprobs(problem, logprobs_of)
+@_peer("linear_cross_entropy", "torch's own, reduction none, logits held", "hidden", **_TORCH)
+def _torch_linear(problem: Problem) -> Callable[..., Any]:
+    return functools.partial(F.linear_cross_entropy, reduction="none")
 
 
 @_peer("linear_cross_entropy, chunked", _CHUNKED, "hidden", **_TORCH)
-def _torch_chunked(problem: Problem) -> Run:
+def _torch_chunked(problem: Problem) -> Callable[..., Any]:
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_TOKENS, acc_policy="balanced")
-    return _torch_linear(problem, options)
+    return functools.partial(F.linear_cross_entropy, reduction="none", options=options)
 
 
 # --- on CUDA devices only ---------------------------------------------------------------------------------------------
@@ -166,6 +153,7 @@ def _torch_chunked(problem: Problem) -> Run:
     "triton_grpo_loss, in place",
     "logits",
     "liger_kernel.transformers.grpo_loss",
+    call=lambda problem, run: run,
     device="cuda",
     takes=lambda config: _takes_dapo(config) and config.n_sequences == 1,
     destroys_logits=True,
@@ -189,30 +177,34 @@ def _liger_logits(problem: Problem) -> Run:
     return run
 
 
-@_cross_entropy(
-    "quack cross_entropy", "reduction none, in place", "logits", "quack.cross_entropy", destroys_logits=True
-)
-def _quack_logits(quack: Any, in_place: bool) -> Callable[..., Tensor]:
-    return functools.partial(quack.cross_entropy, reduction="none", inplace_backward=in_place)
+_LOSSES: dict[str, Any] = {"call": _from_losses, "device": "cuda", "takes": _no_entropy}
+_QUACK = "quack.linear_cross_entropy"
 
 
-_QUACK, _HELD = "quack.linear_cross_entropy", "reduction none, in place, logits held"
+@_peer("quack cross_entropy", "in place", "logits", "quack.cross_entropy", destroys_logits=True, **_LOSSES)
+def _quack_logits(problem: Problem) -> Callable[..., Any]:
+    function, in_place = import_module("quack.cross_entropy").cross_entropy, problem.config.mode == "train"
+    return functools.partial(function, reduction="none", inplace_backward=in_place)
 
 
-@_cross_entropy("quack linear_cross_entropy", _HELD, "hidden", _QUACK, copies=(1.0, 0.0))
-def _quack_linear(quack: Any, in_place: bool) -> Callable[..., Tensor]:
-    losses = functools.partial(quack.linear_cross_entropy_func, reduction="none", inplace_backward=in_place)
+@_peer("quack linear_cross_entropy", "reduction none, in place, logits held", "hidden", _QUACK, **_LOSSES)
+def _quack_linear(problem: Problem) -> Callable[..., Any]:
+    function, in_place = import_module(_QUACK).linear_cross_entropy_func, problem.config.mode == "train"
+    losses = functools.partial(function, reduction="none", inplace_backward=in_place)
     return lambda hidden, weight, ids: losses(hidden, weight, None, ids)
 
 
-def _cut(name: str, filter_eps: str | None, setting: str) -> None:
-    @_cross_entropy(name, f"apple's, reduction none, {setting}", "hidden", "cut_cross_entropy")
-    def _(apple: Any, in_place: bool) -> Callable[..., Tensor]:
-        return functools.partial(apple.linear_cross_entropy, reduction="none", filter_eps=filter_eps)
+_CUT = "cut_cross_entropy"
 
 
-_cut("cut-cross-entropy", "high", "its default: small gradients left out")
-_cut("cut-cross-entropy, unfiltered", None, "filter_eps=None")
+@_peer("cut-cross-entropy", "apple's default, reduction none: small gradients left out", "hidden", _CUT, **_LOSSES)
+def _cut(problem: Problem, filter_eps: str | None = "high") -> Callable[..., Any]:
+    return functools.partial(import_module(_CUT).linear_cross_entropy, reduction="none", filter_eps=filter_eps)
+
+
+@_peer("cut-cross-entropy, unfiltered", "apple's, reduction none, filter_eps=None", "hidden", _CUT, **_LOSSES)
+def _cut_unfiltered(problem: Problem) -> Callable[..., Any]:
+    return _cut(problem, None)
 
 
 _VERL = "verl.utils.kernel.linear_cross_entropy"
@@ -232,7 +224,7 @@ def import_verl() -> Any:
 
 
 @_peer("verl linear_cross_entropy", _VERL_SETTING, "hidden", _VERL, device="cuda", takes=lambda c: c.hidden % 128 == 0)
-def _verl(problem: Problem) -> Run:
+def _verl(problem: Problem) -> Callable[..., Any]:
     fused = import_verl().linear_cross_entropy
 
     # It returns log-probs, not their negatives, and always entropies.
@@ -240,14 +232,14 @@ def _verl(problem: Problem) -> Run:
         logprobs, entropy = fused(hidden, weight, problem.tokens.target_ids, 1.0, "none")
         return logprobs, entropy if problem.config.entropy else None
 
-    return from_logprobs(problem, logprobs_of)
+    return logprobs_of
 
 
 _SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 
 
 @_peer("Liger scaled cross-entropy", "temperature 1; from 0.8.2 on", "hidden", _SCALED, device="cuda")
-def _liger_scaled(problem: Problem) -> Run:
+def _liger_scaled(problem: Problem) -> Callable[..., Any]:
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as Scaled
 
     ids, entropy = problem.tokens.target_ids, problem.config.entropy
@@ -257,22 +249,18 @@ def _liger_scaled(problem: Problem) -> Run:
         out = Scaled.apply(hidden, weight, ids, return_entropy=entropy)
         return (-out[0], out[1]) if entropy else (-out, None)
 
-    return from_logprobs(problem, logprobs_of)
+    return logprobs_of
 
 
-def _mean(name: str, setting: str, module: str, function: str) -> None:
-    @_peer(name, setting, "hidden", module, device="cuda", takes=is_cross_entropy)
-    def _(problem: Problem) -> Run:
-        mean = getattr(import_module(module), function)
-        return training(problem, lambda hidden, weight: mean(hidden, weight, problem.tokens.target_ids))
+_MEAN: dict[str, Any] = {"call": _from_mean, "device": "cuda", "takes": is_cross_entropy}
+_LIGER_FUNCTIONS = "liger_kernel.transformers.functional"
 
 
-_mean(
-    "quack linear_cross_entropy, chunked", "its default chunks of 4096, tuned", _QUACK, "chunked_linear_cross_entropy"
-)
-_mean(
-    "Liger fused linear cross-entropy",
-    "its defaults",
-    "liger_kernel.transformers.functional",
-    "liger_fused_linear_cross_entropy",
-)
+@_peer("quack linear_cross_entropy, chunked", "its default chunks of 4096, tuned", "hidden", _QUACK, **_MEAN)
+def _quack_chunked(problem: Problem) -> Callable[..., Any]:
+    return import_module(_QUACK).chunked_linear_cross_entropy
+
+
+@_peer("Liger fused linear cross-entropy", "its defaults", "hidden", _LIGER_FUNCTIONS, **_MEAN)
+def _liger_fused(problem: Problem) -> Callable[..., Any]:
+    return import_module(_LIGER_FUNCTIONS).liger_fused_linear_cross_entropy

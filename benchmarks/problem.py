@@ -1,4 +1,4 @@
-"""The inputs of a configuration: ordinary numbers, no denormals, no NaN, a known share of clipped tokens.
+"""The inputs of a configuration: ordinary numbers, no denormals, no NaN, and what follows from them in float64.
 
 N tokens, V vocabulary, H hidden.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,18 @@ from benchmarks.formulas import Tokens
 
 # Distinct random rows of logits; further rows repeat them, with other targets: random numbers are dear.
 _DISTINCT_ROWS = 256
-# Log-ratio of a token inside the clip range, and of one far outside: bfloat16 log-probs (spaced 0.06 near −11) must
-# not push a token over the edge, or eager in bfloat16 would be a different computation.
-_INSIDE, _OUTSIDE = 0.05, 0.6
+# Largest log-ratio of a token, inside the clip range: bfloat16 log-probs (spaced 0.06 near −11) must not push a token
+# over the edge, or eager in bfloat16 would be a different computation.
+_LOG_RATIO = 0.05
 _BLOCK_BYTES = 128 * 2**20
+
+
+class Exact(NamedTuple):
+    """Each [N], float64: log Σ exp of the logits, the log-probs of the targets, the entropies."""
+
+    normalizer: Tensor
+    logprobs: Tensor
+    entropy: Tensor
 
 
 @dataclass
@@ -31,37 +40,33 @@ class Problem:
         logits: [N, V], what contestants work on (and may consume); ``pristine`` is its untouched copy.
         padded: [1, N + 1, V], the memory of ``logits`` and a row after it, which some libraries want to see.
         hidden, weight: [N, H] and [V, H], at the hidden level.
-        normalizer: [N] float32, log Σ exp of the logits, by blocks of eager PyTorch.
-        exact: the same in float64, and entropies, once ``truth`` has found them. Problems of the same inputs share it.
     """
 
     config: Config
     tokens: Tokens
-    normalizer: Tensor
+    exact: Exact
     logits: Tensor | None = None
     pristine: Tensor | None = None
     padded: Tensor | None = None
     hidden: Tensor | None = None
     weight: Tensor | None = None
-    exact: dict[str, Tensor] = field(default_factory=dict)
-
-    def take_logits(self) -> None:
-        """Make the logits to work on, in the process that will, so that their pages come from its own allocator."""
-        if self.pristine is not None and self.logits is None:
-            n, vocab = self.pristine.shape
-            self.padded = self.pristine.new_zeros(1, n + 1, vocab)
-            self.logits = self.padded[0, :n]
-            self.restore()
 
     def restore(self) -> None:
-        """Restore consumed inputs. The caches are then in the same state before every contestant."""
-        if self.logits is not None and self.pristine is not None:
+        """Restore consumed inputs. The caches are then in the same state before every contestant.
+
+        The logits to work on are made by the first call, so that their pages come from the allocator of its process.
+        """
+        if self.pristine is not None:
+            if self.logits is None:
+                n, vocab = self.pristine.shape
+                self.padded = self.pristine.new_zeros(1, n + 1, vocab)
+                self.logits = self.padded[0, :n]
             self.logits.copy_(self.pristine)
 
     def head(self) -> tuple[Tensor, Tensor]:
         """Return hidden states [N, H] and head [V, H]."""
-        if self.hidden is None or self.weight is None:
-            raise ValueError(f"{self.config.name} starts from logits: it has no hidden states")
+        assert self.hidden is not None
+        assert self.weight is not None
         return self.hidden, self.weight
 
     def inputs(self) -> tuple[Tensor, ...]:
@@ -74,61 +79,41 @@ class Problem:
         inputs = {x.data_ptr() for x in self.inputs()}
         return sum(x.nbytes for x in tensors if x.data_ptr() not in inputs)
 
-    def live_rows(self) -> list[slice]:
-        """Return the rows that train: the first part of every sequence."""
-        length = self.config.n_tokens // self.config.n_sequences
-        live = _live_length(self.config)
-        return [slice(start, start + live) for start in range(0, self.config.n_tokens, length)]
-
-    def row_blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits by blocks of rows, in ``dtype``; from hidden states they are computed in that dtype."""
-        size = max(1, _BLOCK_BYTES // (self.config.vocab * dtype.itemsize))
-        for start in range(0, self.config.n_tokens, size):
-            rows = slice(start, min(start + size, self.config.n_tokens))
-            yield rows, self.logits_of(rows, dtype)
-
-    def logits_of(self, rows: slice | Tensor, dtype: torch.dtype, columns: Tensor | None = None) -> Tensor:
-        """Return the logits of some rows (and columns), in ``dtype``."""
+    def exact_logits(self, rows: slice | Tensor, columns: slice | Tensor = slice(None)) -> Tensor:
+        """Return the float64 logits of some rows and columns."""
         if self.pristine is not None:
-            picked = self.pristine[rows]
-            return (picked if columns is None else picked[:, columns]).to(dtype)
+            return self.pristine[rows][:, columns].double()
         hidden, weight = self.head()
-        weight = weight if columns is None else weight[columns]
-        if dtype == torch.float32:
-            return (hidden[rows] @ weight.t()).float()
-        return hidden[rows].to(dtype) @ weight.to(dtype).t()
+        return hidden[rows].double() @ weight[columns].double().t()
 
 
-def build(config: Config, seed: int = 0, logits: bool = True) -> Problem:
-    """Make the inputs, on one thread if the process will fork. ``logits=False``: ``take_logits`` comes later."""
-    if config.n_tokens % config.n_sequences:
-        raise ValueError(f"n_sequences must divide n_tokens={config.n_tokens}, got {config.n_sequences}")
-    device = config.tensor_device
-    base, state = _base(config.level, config.dtype, config.n_tokens, config.vocab, config.hidden, device, seed)
-    generator = seeded(torch.device(device), seed)
-    if generator is not None and state is not None:
-        generator.set_state(state)
-    exact_logprobs = base.tokens.old_logprobs
-    tokens = Tokens(base.tokens.target_ids, exact_logprobs, _advantages(config), _responses(config), config.n_sequences)
-    ratios = _log_ratios(config, tokens, generator)
-    problem = replace(base, config=config, tokens=tokens)
-    problem.tokens = tokens._replace(old_logprobs=(exact_logprobs - ratios).clamp(max=0.0))
-    if logits:
-        problem.take_logits()
-    return problem
+def build(config: Config, seed: int = 0) -> Problem:
+    """Make the inputs, on one thread if the process will fork."""
+    base = _base(config.level, config.dtype, config.n_tokens, config.vocab, config.hidden, config.tensor_device, seed)
+    length, device = config.n_tokens // config.n_sequences, config.tensor_device
+    sequences = torch.arange(config.n_sequences, device=device)
+    advantages = (1.0 + 0.1 * sequences) * (1 - 2 * (sequences % 2))  # ±1, alternating, with a little spread
+    # The first tokens of every sequence train, at least one.
+    mask = torch.arange(config.n_tokens, device=device) % length < max(1, round(config.live * length))
+    ratios = _LOG_RATIO * (2 * torch.rand(config.n_tokens, generator=seeded(device, seed), device=device) - 1)
+    tokens = base.tokens._replace(
+        old_logprobs=(base.exact.logprobs.float() - ratios).clamp(max=0.0),
+        advantages=advantages.repeat_interleave(length),
+        mask=mask,
+        n_sequences=config.n_sequences,
+    )
+    return replace(base, config=config, tokens=tokens)
 
 
 @functools.lru_cache(maxsize=1)
-def _base(
-    level: str, dtype: str, n: int, vocab: int, width: int, device_name: str, seed: int
-) -> tuple[Problem, Tensor | None]:
-    """Make what problems of these sizes share, with the policy's log-probs as old ones, and the generator's state."""
-    config = Config(level, dtype, n, vocab, width, device=device_name)
-    device = torch.device(device_name)
+def _base(level: str, dtype: str, n: int, vocab: int, width: int, device: str, seed: int) -> Problem:
+    """Make what problems of these sizes share."""
+    config = Config(level, dtype, n, vocab, width, device=device)
     generator = seeded(device, seed)
     ids = torch.randint(vocab, (n,), generator=generator, device=device)
     zeros = torch.zeros(n, device=device)
-    problem = Problem(config, Tokens(ids, zeros, zeros, zeros > 0, 1), normalizer=torch.empty(n, device=device))
+    exact = Exact(*(torch.empty(n, dtype=torch.float64, device=device) for _ in Exact._fields))
+    problem = Problem(config, Tokens(ids, zeros, zeros, zeros > 0, 1), exact)
     if level == "logits":
         distinct = torch.randn(min(n, _DISTINCT_ROWS), vocab, generator=generator, device=device).mul_(2.0)
         problem.pristine = torch.empty(n, vocab, dtype=config.torch_dtype, device=device)
@@ -140,44 +125,21 @@ def _base(
         for name, length in (("hidden", n), ("weight", vocab)):
             values = torch.randn(length, width, generator=generator, device=device).mul_(scale)
             setattr(problem, name, values.to(config.torch_dtype))
-    logprobs = torch.empty(n, device=device)
-    for rows, logits in problem.row_blocks(torch.float32):
-        problem.normalizer[rows] = logits.logsumexp(1)
-        logprobs[rows] = logits.gather(1, ids[rows, None]).squeeze(1) - problem.normalizer[rows]
-    problem.tokens = problem.tokens._replace(old_logprobs=logprobs)
-    return problem, None if generator is None else generator.get_state()
+    for rows, logits in _row_blocks(problem):
+        exact.normalizer[rows] = logits.logsumexp(1)
+        exact.logprobs[rows] = logits.gather(1, ids[rows, None]).squeeze(1) - exact.normalizer[rows]
+        exact.entropy[rows] = exact.normalizer[rows] - (logits.softmax(1) * logits).sum(1)
+    return problem
 
 
-def seeded(device: torch.device, seed: int) -> torch.Generator | None:
+def _row_blocks(problem: Problem) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the float64 logits by blocks of rows."""
+    wide = problem if problem.weight is None else replace(problem, weight=problem.weight.double())
+    for rows in torch.arange(problem.config.n_tokens).split(max(1, _BLOCK_BYTES // (8 * problem.config.vocab))):
+        block = slice(int(rows[0]), int(rows[-1]) + 1)
+        yield block, wide.exact_logits(block)
+
+
+def seeded(device: str, seed: int) -> torch.Generator | None:
     """Return a generator; None on "meta", where nothing is drawn."""
-    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-
-
-def _advantages(config: Config) -> Tensor:
-    """Return ±1 by sequence, alternating, with a little spread."""
-    i = torch.arange(config.n_sequences, device=config.tensor_device)
-    per_sequence = (1.0 + 0.1 * i) * (1 - 2 * (i % 2))
-    return per_sequence.repeat_interleave(config.n_tokens // config.n_sequences)
-
-
-def _live_length(config: Config) -> int:
-    return max(1, round(config.live * (config.n_tokens // config.n_sequences)))
-
-
-def _responses(config: Config) -> Tensor:
-    """Return which tokens are not padding: the first ``live`` of every sequence, at least one token."""
-    length = config.n_tokens // config.n_sequences
-    return torch.arange(config.n_tokens, device=config.tensor_device) % length < _live_length(config)
-
-
-def _log_ratios(config: Config, tokens: Tokens, generator: torch.Generator | None) -> Tensor:
-    """Return ratios inside the clip range, except those of a random share, at least one token, which are far outside on
-    the side where the advantage clips.
-    """
-    n, device = config.n_tokens, config.tensor_device
-    inside = _INSIDE * (2 * torch.rand(n, generator=generator, device=device) - 1)
-    if config.clipped == 0:
-        return inside
-    outside = torch.zeros(n, dtype=torch.bool, device=device)
-    outside[torch.randperm(n, generator=generator, device=device)[: max(1, round(config.clipped * n))]] = True
-    return torch.where(outside, _OUTSIDE * tokens.advantages.sign(), inside)
+    return None if device == "meta" else torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Measure a suite and write its results: ``python benchmarks/run.py [--suite quick|full|…] [--seconds S]``.
+"""Measure a suite and write its results: ``python benchmarks/run.py [--suite full|sweep|long|smoke]``.
 
 The configurations run in processes of their own, so that one that dies leaves the others' figures. One process measures
 one configuration after another as long as they need the same environment; after it dies a new one goes on with the
@@ -11,12 +11,12 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,211 +25,142 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import allocators, configs, machine, report  # noqa: E402
+from benchmarks import allocators, machine, report  # noqa: E402
 from benchmarks.configs import SUITES, Config  # noqa: E402
 
+THREADS = len(os.sched_getaffinity(0))
 _LAST_LINES = 3  # of a process that died, for its record
 _TRIES = 2  # a configuration that time or a crash stopped so often is not tried again
-_LOG_EVERY_S = 5.0
+_MEMORY_SHARE = 0.85  # of the available memory, which a process may take
 
 Record = dict[str, Any]
-Progress = Callable[[Config, str], None]
-Command = Callable[[str, Sequence[Config], int], list[str]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--suite", choices=sorted(SUITES), default="full")
-    parser.add_argument("--only", help="only configurations whose name contains this")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seconds", type=float, help="stop after this time; the report names what was not run")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--worker", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    chosen = SUITES[args.suite]
     if args.worker is not None:
-        return _work(args.suite, args.threads, args.worker)
-    chosen = [c for c in SUITES[args.suite] if args.only is None or args.only in c.name]
-    if not chosen:
-        known = "\n  ".join(c.name for c in SUITES[args.suite])
-        print(f"no configuration of {args.suite!r} contains {args.only!r}; expected one of\n  {known}", file=sys.stderr)
-        return 2
+        return _work([chosen[index] for index in args.worker])
     if needs_gpu(chosen) and not torch.cuda.is_available():
         print(f"suite {args.suite!r} requires a CUDA device; torch finds none here", file=sys.stderr)
         return 2
-    base = args.out / f"{args.suite}-{machine.slug(machine.describe(needs_gpu(chosen)))}-{_now():%Y%m%d-%H%M}"
-    results = run_suite(args.suite, chosen, base, args.seconds, args.threads)
+    base = args.out / machine.file_name(args.suite, machine.describe(needs_gpu(chosen)))
+    results = run_suite(args.suite, chosen, base)
     return 1 if any(map(report.is_failure, results["records"])) else 0
 
 
 def needs_gpu(chosen: Sequence[Config]) -> bool:
-    return any(config.device == "cuda" for config in chosen) and not configs.REHEARSAL
+    return any(config.tensor_device == "cuda" for config in chosen)
 
 
-def run_suite(
-    suite: str,
-    chosen: Sequence[Config],
-    base: Path,
-    seconds: float | None = None,
-    threads: int | None = None,
-    command: Command | None = None,
-) -> dict[str, Any]:
+def run_suite(suite: str, chosen: Sequence[Config], base: Path, seconds: float = float("inf")) -> dict[str, Any]:
     """Measure configurations and write ``base``.json and ``base``.md after each.
 
     Figures of these sources that ``base``.json has are kept, and the rest is measured; what was stopped comes last.
     """
-    threads = threads or len(os.sched_getaffinity(0))
-    here, started, path = machine.describe(needs_gpu(chosen)), _now(), Path(f"{base}.json")
-    old = json.loads(path.read_text()) if path.exists() else {"machine": {}}
-    if old["machine"].get("sources") != here["sources"]:
-        old = {"records": [], "wall_s": 0.0}
-    records = {record["config"]: record for record in old["records"]}
-    tries = {name: record.get("tries", 0) for name, record in records.items()}
-    left = [c for c in chosen if not records.get(c.name, {}).get("rows") and tries.get(c.name, 0) < _TRIES]
-    left.sort(key=lambda config: tries.get(config.name, 0))
-    results: dict[str, Any] = {
-        "suite": suite,
-        "command": machine.command("python", f"benchmarks/{Path(sys.argv[0]).name}"),
-        "started": started.isoformat(timespec="seconds"),
-        "threads": threads,
-        "machine": here,
-        "rehearsal": configs.REHEARSAL,
-    }
-    print(f"{machine.headline(here)}; {len(left)} configurations → {base}.*", flush=True)
-    for record in measured(suite, left, threads, seconds, _log_progress([c.name for c in left]), command):
-        record["tries"] = tries.get(record["config"], 0) + record.get("tries", 1)
+    began, here, path = time.monotonic(), machine.describe(needs_gpu(chosen)), Path(f"{base}.json")
+    results = json.loads(path.read_text()) if path.exists() else {"machine": {}}
+    if results["machine"].get("sources") != here["sources"]:
+        results = {"records": [], "wall_s": 0.0}
+    records = {record["config"]: record for record in results["records"]}
+    tries = {config.name: records.get(config.name, {}).get("tries", 0) for config in chosen}
+    left = sorted((c for c in chosen if not _is_done(records.get(c.name))), key=lambda config: tries[config.name])
+    print(f"{machine.slug(here)}; {len(left)} configurations → {base}.*", flush=True)
+    before = results["wall_s"]
+    for record in measured(suite, left, seconds):
+        record["tries"] += tries[record["config"]]
         records[record["config"]] = record
-        results["records"] = [records[c.name] for c in chosen if c.name in records]
-        results["load_average_at_end"] = [round(x, 2) for x in os.getloadavg()]
-        results["wall_s"] = round(old["wall_s"] + (_now() - started).total_seconds(), 1)
+        results["records"] = [records[config.name] for config in chosen if config.name in records]
+        results |= {"suite": suite, "threads": THREADS, "machine": here}
+        results["wall_s"] = round(before + time.monotonic() - began, 1)
         report.write(results, base)
-        print(report.console(record), flush=True)
-    return results if "records" in results else json.loads(path.read_text())
+        print(f"\n{record['config']}\n\n{report.table(record)}", flush=True)
+    return results
 
 
-def is_finished(base: Path, chosen: Sequence[Config]) -> bool:
+def is_finished(results: dict[str, Any], chosen: Sequence[Config]) -> bool:
     """Return whether nothing is left to measure: every configuration has figures or was tried often enough."""
-    path = Path(f"{base}.json")
-    records = {r["config"]: r for r in json.loads(path.read_text())["records"]} if path.exists() else {}
-    return all(c.name in records and (records[c.name]["rows"] or records[c.name]["tries"] >= _TRIES) for c in chosen)
+    records = {record["config"]: record for record in results["records"]}
+    return all(_is_done(records.get(config.name)) for config in chosen)
 
 
-def measured(
-    suite: str,
-    chosen: Sequence[Config],
-    threads: int,
-    seconds: float | None,
-    progress: Progress,
-    command: Command | None = None,
-) -> Iterator[Record]:
+def _is_done(record: Record | None) -> bool:
+    return record is not None and bool(record["rows"] or record["tries"] >= _TRIES)
+
+
+def measured(suite: str, chosen: Sequence[Config], seconds: float) -> Iterator[Record]:
     """Yield the record of each configuration as soon as it exists.
 
-    Args:
-        seconds: time for all of them. What is under way then is stopped; it and the rest have a "not_run" reason in
-            place of figures. ``None``: no limit.
-        progress: called with what a process is doing.
-        command: the process for some configurations; by default this module as a worker.
+    What is under way when the seconds are over is stopped; it and the rest have a "not_run" reason in place of figures.
     """
-    began = time.monotonic()
-    left = list(chosen)
-    tries = 0  # of the configuration that time stopped
-    while left:
-        remaining = None if seconds is None else seconds - (time.monotonic() - began)
-        if remaining is not None and remaining <= 0:
-            break
-        served = sum(1 for _ in itertools.takewhile(lambda config: _kind(config) == _kind(left[0]), left))
-        for record in _in_worker(
-            (command or _command)(suite, left[:served], threads), left[:served], threads, remaining, progress
-        ):
+    deadline, left, tries = time.monotonic() + seconds, list(chosen), 0
+    while left and time.monotonic() < deadline:
+        served = list(itertools.takewhile(lambda config: _kind(config) == _kind(left[0]), left))
+        for record in _in_worker(_command(suite, served), served, deadline - time.monotonic()):
             left.pop(0)
-            yield record
+            yield {**record, "tries": 1}
         tries = 1
-    for config in left:
-        yield {
-            "config": config.name,
-            "rows": [],
-            "not_run": f"the {seconds:.0f} s of this run were over",
-            "tries": tries,
-        }
+    for config in left:  # the first was under way
+        yield {"config": config.name, "rows": [], "not_run": f"the {seconds:.0f} s were over", "tries": tries}
         tries = 0
 
 
-def _in_worker(
-    command: list[str], chosen: Sequence[Config], threads: int, seconds: float | None, progress: Progress
-) -> Iterator[Record]:
+def _in_worker(command: list[str], chosen: Sequence[Config], seconds: float) -> Iterator[Record]:
     """Yield records until the worker ends: of all configurations, or with an "error" for the one in which it died.
 
     A worker whose time is over is stopped, and the configuration under way has no record.
     """
-    done = 0
-    if seconds is not None:
+    names = [config.name for config in chosen]
+    if seconds < float("inf"):
         command = ["timeout", "--signal=KILL", f"{seconds:.1f}", *command]
-    environment = _environment(chosen[0], threads)
     with tempfile.TemporaryFile("w+") as log:
+        environment = _environment(chosen[0])
         worker = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=log)
         assert worker.stdout is not None
         for line in worker.stdout:
-            message: dict[str, Any] = json.loads(line) if line.startswith("{") else {"progress": line.strip()}
-            if "record" in message:
-                done += 1
-                yield message["record"]
-            else:
-                progress(chosen[min(done, len(chosen) - 1)], message["progress"])
+            if line.startswith("{"):  # libraries print too
+                names.pop(0)
+                yield json.loads(line)
         code = worker.wait()
         log.seek(0)
         last_words = " | ".join(log.read().splitlines()[-_LAST_LINES:])
-    is_overdue = seconds is not None and code in (137, -9)  # of ``timeout``, which may have killed itself too
-    if done < len(chosen) and not is_overdue:
-        yield {"config": chosen[done].name, "rows": [], "error": f"worker ended with {code}: {last_words}"}
+    is_overdue = seconds < float("inf") and code in (137, -9)  # of ``timeout``, which may have killed itself too
+    if names and not is_overdue:
+        yield {"config": names[0], "rows": [], "error": f"worker ended with {code}: {last_words}"}
 
 
-def _work(suite: str, threads: int, indices: Sequence[int]) -> int:
-    """Measure in this process. Standard output has a JSON object a line: {"progress": …} or {"record": …}."""
+def _work(chosen: Sequence[Config]) -> int:
+    """Measure in this process. Standard output has a record a line, as JSON."""
     from benchmarks.harness import measure
 
-    def send(message: dict[str, Any]) -> None:
-        print(json.dumps(message), flush=True)
-
-    for index in indices:
-        send({"record": measure(SUITES[suite][index], threads, lambda text: send({"progress": text}))})
+    if chosen[0].tensor_device == "cpu":  # a tensor that does not fit raises, instead of filling the machine's memory
+        free = machine.bytes_of("/proc/self/status", "VmData") + machine.bytes_of("/proc/meminfo", "MemAvailable")
+        resource.setrlimit(resource.RLIMIT_DATA, (int(_MEMORY_SHARE * free), resource.RLIM_INFINITY))
+    for config in chosen:
+        print(json.dumps(measure(config, THREADS)), flush=True)
     return 0
 
 
-def _command(suite: str, chosen: Sequence[Config], threads: int) -> list[str]:
+def _command(suite: str, chosen: Sequence[Config]) -> list[str]:
     indices = [str(SUITES[suite].index(config)) for config in chosen]
-    options = ["--suite", suite, "--threads", str(threads)]
-    return [sys.executable, "-m", "benchmarks.run", *options, "--worker", *indices]
+    return [sys.executable, "-m", "benchmarks.run", "--suite", suite, "--worker", *indices]
 
 
-def _kind(config: Config) -> tuple[str, ...]:
+def _kind(config: Config) -> tuple[str, str]:
     """Configurations of one kind can share a process."""
-    return ("cuda",) if config.device == "cuda" else (config.allocator,)
+    return config.device, config.allocator
 
 
-def _environment(config: Config, threads: int) -> dict[str, str]:
+def _environment(config: Config) -> dict[str, str]:
     environment = dict(os.environ) if config.device == "cuda" else allocators.environment(config.allocator)
-    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["OMP_NUM_THREADS"] = str(THREADS)
     # Inductor's pool of compiling processes would be forked from ours; there is one kernel to compile at a time.
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    path = os.environ.get("PYTHONPATH")
-    environment["PYTHONPATH"] = str(ROOT) if not path else f"{ROOT}{os.pathsep}{path}"
     return environment
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)
-
-
-def _log_progress(names: Sequence[str]) -> Progress:
-    """Return a function that prints what a worker does, a line every few seconds."""
-    shown = 0.0
-
-    def log(config: Config, text: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > _LOG_EVERY_S:
-            shown = time.monotonic()
-            print(f"[{names.index(config.name) + 1}/{len(names)}] {config.name}  {text}", flush=True)
-
-    return log
 
 
 if __name__ == "__main__":

@@ -1,50 +1,58 @@
 """The Triton loss with other launch parameters than the built-in ones: contestants of the suite ``gpu-tuning``.
 
-``configs.TUNINGS`` lists them. Launch parameters are replaced in the launcher's module for the time of a call. Eviction
-hints are not options of the kernels: their source is copied without the hints, and the copy is loaded.
+They are replaced in the launcher's module for the time of a call.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+import importlib
+from typing import Any, NamedTuple
 from unittest import mock
 
 from torch import Tensor
 
-from benchmarks.configs import TUNINGS, Tuning
-from benchmarks.contestants import Contestant, Run, on_backend, ours_from_logits
+from benchmarks.contestants import Contestant, Run, ours, within
 from benchmarks.problem import Problem
-from benchmarks.truth import Result
+from dapo_kernels import use_backend
 from dapo_kernels.records import RowsLoss, RowsSlopes
 
-_PACKAGE, _HINT = "dapo_kernels.backends.triton", ', eviction_policy="evict_first"'
+_PACKAGE = "dapo_kernels.backends.triton"
 
 
-@functools.cache
-def kernels_without_hints() -> ModuleType:
-    """Return a copy of the module of the kernels whose sweeps have no eviction hints."""
-    folder = Path(tempfile.mkdtemp(prefix="dapo-no-eviction-hints-"))
-    package = Path(importlib.import_module(_PACKAGE).__path__[0])
-    sweeps = (package / "sweeps.py").read_text()
-    if _HINT not in sweeps:
-        raise ValueError("benchmarks.tuning: sweeps.py has no eviction hints of the known form. Update this function.")
-    kernels = (package / "kernels.py").read_text().replace(f"{_PACKAGE}.sweeps", "sweeps_without_hints")
-    for name, source in (("sweeps_without_hints", sweeps.replace(_HINT, "")), ("kernels_without_hints", kernels)):
-        path = folder / f"{name}.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+class Tuning(NamedTuple):
+    """Launch parameters.
+
+    Attributes:
+        warps: how many share a row.
+        loads: 16-byte accesses of a thread on their way at once.
+        filled: share of an SM's 64 warps that ``rows_per_sm`` counts with.
+        limited: let the L2 cache limit the rows in flight (``residency.programs``).
+        apart: a kernel for the statistics and one for the gradient, as without ``inplace_backward``.
+    """
+
+    warps: int
+    loads: int = 2
+    filled: float = 1.0
+    limited: bool = True
+    apart: bool = False
+
+    @property
+    def rows_per_sm(self) -> int:
+        return max(1, round(64 * self.filled) // self.warps)
+
+    @property
+    def name(self) -> str:
+        rows = f"{self.rows_per_sm} rows an SM" if self.limited else "a program a row"
+        return f"triton: {self.warps} warps, {self.loads} loads, {'two kernels' if self.apart else rows}"
+
+
+TUNINGS = (
+    *(Tuning(warps, loads) for warps in (4, 8, 16, 32) for loads in (1, 2, 4)),
+    *(Tuning(warps, filled=0.5) for warps in (8, 16)),
+    *(Tuning(warps, limited=False) for warps in (4, 8, 16, 32)),
+    *(Tuning(warps, apart=True) for warps in (8, 32)),
+)
 
 
 def loss_in_two_kernels(logits: Tensor, *call: Any) -> RowsLoss:
@@ -55,38 +63,26 @@ def loss_in_two_kernels(logits: Tensor, *call: Any) -> RowsLoss:
     return RowsLoss(out.loss, out.logprobs, out.entropy, out.clip_hit, out.ref_kl, out.slopes.idle)
 
 
-def _replaced(tuning: Tuning) -> dict[str, Any]:
-    """Return the names in the launcher's module to replace, with their values."""
+def _make(problem: Problem, tuning: Tuning) -> Run:
     launcher = importlib.import_module(_PACKAGE)
-    rows_per_sm = max(1, round(64 * tuning.filled) // tuning.warps)
-    values: dict[str, Any] = {"LAUNCHES": (launcher.Launch(None, tuning.warps, rows_per_sm),), "LOADS": tuning.loads}
+    launches = (launcher.Launch(None, tuning.warps, tuning.rows_per_sm),)
+    values: dict[str, Any] = {"LAUNCHES": launches, "LOADS": tuning.loads}
     values |= {} if tuning.limited else {"programs_for": lambda n_rows, *of: n_rows}
     values |= {"row_loss_": loss_in_two_kernels} if tuning.apart else {}
-    return values | ({} if tuning.hints else {"kernels": kernels_without_hints()})
-
-
-def _make(problem: Problem, tuning: Tuning) -> Run:
-    call = on_backend("triton", ours_from_logits)(problem)
-    launcher, values = importlib.import_module(_PACKAGE), _replaced(tuning)
-
-    def run() -> Result:
-        with ExitStack() as stack:
-            for name, value in values.items():
-                stack.enter_context(mock.patch.object(launcher, name, value))
-            return call()
-
-    return run
+    return within(problem, ours, lambda: use_backend("triton"), lambda: mock.patch.multiple(launcher, **values))
 
 
 TUNED = tuple(
     Contestant(
         tuning.name,
         "in place",
-        "ours",
+        "launch",
         functools.partial(_make, tuning=tuning),
         level="logits",
         device="cuda",
+        takes=lambda config, loads=tuning.loads: config.vocab % 8 == 0 or loads == 2,  # odd rows: no 16-byte accesses
         backend="triton",
+        destroys_logits=True,
     )
     for tuning in TUNINGS
 )

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, report
-
 OURS = "dapo_kernels, new gradient"  # the default call, where there is another one
 WORKLOADS = {
     "From hidden states (bf16, N = 2048, V = 49152, H = 576)": "hidden bfloat16 N=2048 V=49152 H=576",
@@ -25,15 +23,17 @@ NAMES["linear_cross_entropy, chunked"] = "torch linear_cross_entropy, chunked"
 
 def sides(records: list[dict[str, Any]], workload: str) -> list[tuple[str, float, float]]:
     """Return (label, time ÷ ours, peak MiB) of each side, slowest first."""
-    (group,) = [group for group in report.headlines(records) if group[0]["workload"] == workload]
+    group = [record for record in records if record["workload"] == workload and record["rows"]]
     names = list(dict.fromkeys(row["name"] for row in group[0]["rows"] if row["kind"] != "denominator"))
     ours = OURS if OURS in names else "dapo_kernels"
     found = []
     for name in names:
-        best = report.best_of(group, name)
-        if best is None or (ours == OURS and name == "dapo_kernels"):
+        timed = [
+            (record, row) for record in group for row in record["rows"] if row["name"] == name and "median_ms" in row
+        ]
+        if not timed or (ours == OURS and name == "dapo_kernels"):
             continue
-        record, row = best
+        record, row = min(timed, key=lambda pair: pair[1]["median_ms"])
         own = next(other for other in record["rows"] if other["name"] == ours)
         found.append((NAMES.get(name, name), row["median_ms"] / own["median_ms"], row["peak_extra_bytes"] / 2**20))
     return sorted(found, key=lambda side: -side[1])
@@ -60,7 +60,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         memory.set_yticks([])
         time.set_title(f"{title}\ntime, over that of dapo_kernels", fontsize=10, loc="left")
         memory.set_title("\npeak memory beyond the inputs", fontsize=10, loc="left")
-    figure.supxlabel(f"{machine.headline(results['machine'])}, commit {results['machine']['commit']}", fontsize=8)
+    here = results["machine"]
+    figure.supxlabel(f"{here['cpu']}, {here['cores']} cores, {here['isa']}, commit {here['commit']}", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import bench_environments
 from dapo_runner.config import TinyModelConfig
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 
@@ -20,10 +20,11 @@ def test_every_call_of_the_slow_environment_takes_its_time(tmp_path: Path, monke
     sizes = {"layers": 1, "hidden_size": 8, "intermediate_size": 8, "heads": 1, "warmup": {"stop_at": None}}
     make_model(TinyModelConfig(**sizes), tokenizer, 1024).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    settings = ["--turns=3", "--tokens=2", "--episodes=8", "--rounds=1", "--seconds=0.3", "--dtype=float32"]
-    settings += [f"--threads={torch.get_num_threads()}", f"--model={tmp_path}", f"--out={page}"]
-    monkeypatch.setattr(sys, "argv", ["bench", *settings])
-    runpy.run_module("benchmarks.bench_environments", run_name="__main__")
+    values = {"TURNS": 3, "TOKENS": 2, "EPISODES": 8, "CALL_S": 0.3, "THREADS": torch.get_num_threads()}
+    for name, value in values.items():
+        monkeypatch.setattr(bench_environments, name, value)
+    monkeypatch.setattr(sys, "argv", ["bench", "--rounds=1", f"--model={tmp_path}", f"--out={page}"])
+    bench_environments.main()
     rows = dict(re.findall(r"^\| (.+?) \| (\d+ \| [\d.]+) \|", page.read_text(), re.MULTILINE))
     tokens, seconds = zip(*(map(float, row.split(" | ")) for row in rows.values()), strict=True)
     assert list(rows) == ["one turn", "3 turns", "3 turns, 300 ms a call", "3 turns, earlier ones computed again"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks import gpu, machine
 from benchmarks.bench_ranks import recipe
-from benchmarks.configs import TUNINGS
+from benchmarks.tuning import TUNINGS
 from dapo_runner.config import parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ Outcome = bool | Exception
 def stage(left: list[Outcome]) -> gpu.Stage:
     """Return a stage with these outcomes: finished, unfinished, or an exception."""
 
-    def call(results: Path, seconds: float) -> bool:
+    def call(state: gpu.State, seconds: float) -> bool:
         outcome = left.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -37,48 +38,45 @@ def stage(left: list[Outcome]) -> gpu.Stage:
     return call
 
 
-def states(folder: Path, *outcomes: list[Outcome], only: list[int] | None = None) -> list[str]:
-    """Return the states of three stages after a call in which each has these outcomes."""
-    stages = {name: stage(left) for name, left in zip(("one", "two", "three"), outcomes, strict=True)}
-    found = [state["status"] for state in gpu.run_stages(folder, 100, only, stages).values()]
-    assert not any(outcomes)  # all of them were called
-    return found
+def states(folder: Path, *outcomes: Outcome, only: list[int] | None = None) -> list[str]:
+    """Return how three stages with these outcomes end."""
+    left = [[outcome] for outcome in outcomes]
+    stages = {name: stage(each) for name, each in zip(("one", "two", "three"), left, strict=True)}
+    return list(gpu.run_stages(gpu.State(folder), 100, only, stages).values())
 
 
-def test_a_call_resumes_what_is_not_finished(tmp_path: Path) -> None:
+def test_a_stage_that_fails_leaves_the_others(tmp_path: Path) -> None:
     error, absent = RuntimeError("no kernel image"), gpu.LeftOutError("no tool")
-    assert states(tmp_path, [True], [error], [False]) == ["finished", "failed", "unfinished"]
+    found = ["failed: RuntimeError: no kernel image", "unfinished", "left out: no tool"]
+    assert states(tmp_path, error, False, absent) == found
+    assert states(tmp_path, error, True, absent, only=[3, 2]) == ["not started", "finished", "left out: no tool"]
+
+
+def test_other_sources_start_anew(tmp_path: Path) -> None:
+    gpu.State(tmp_path, {"gpu-tests.txt": {"tries": 1, "status": 0}}).save()
+    assert gpu.State.load(tmp_path).commands
     path = tmp_path / "gpu-state.json"
-    saved = json.loads(path.read_text())
-    assert "no kernel image" in saved["stages"]["two"]["reason"]
-    assert states(tmp_path, [], [error], [absent]) == ["finished", "failed", "left out"]
-    assert states(tmp_path, [], [], [absent]) == ["finished", "failed", "left out"]  # failed twice: not tried again
-    assert states(tmp_path, [], [], [True]) == ["finished", "failed", "finished"]  # what was left out is
-    assert states(tmp_path, [False], [True], [], only=[2, 1]) == ["unfinished", "finished", "finished"]
-    path.write_text(json.dumps(saved | {"sources": "others"}))
-    assert states(tmp_path, [True], [True], [True]) == ["finished"] * 3  # other sources start anew
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sources": "others"}))
+    assert not gpu.State.load(tmp_path).commands
 
 
 @pytest.mark.parametrize(
-    ("tries", "ending", "is_done", "is_failure"),
+    ("tries", "status", "is_done", "is_failure"),
     [
-        (1, "exit status 0", True, False),
-        (1, "exit status 1", True, True),
-        (1, "exit status 5", True, False),  # pytest ran no test
-        (1, "exit status 124", False, False),  # stopped: it is resumed once
-        (2, "exit status 124", True, True),
-        (1, "..... [ 40%]", False, False),  # the machine went away
+        (1, 0, True, False),
+        (1, 1, True, True),
+        (1, 5, True, False),  # pytest ran no test
+        (1, 124, False, False),  # stopped: it is resumed once
+        (2, 124, True, True),
     ],
 )
-def test_a_log_says_whether_its_command_is_done(
-    tries: int, ending: str, is_done: bool, is_failure: bool, tmp_path: Path
+def test_a_command_is_done_if_it_ended_or_was_stopped_twice(
+    tries: int, status: int, is_done: bool, is_failure: bool, tmp_path: Path
 ) -> None:
-    log = tmp_path / "gpu-tests.txt"
-    log.write_text(f"sources {machine.sources()}, commit x, try {tries}\n\n{ending}\n")
-    assert gpu._is_done(log) == is_done
-    assert gpu.failures(tmp_path) == ([log.name] if is_failure else [])
-    log.write_text(f"sources others, commit x, try {tries}\n\n{ending}\n")
-    assert not gpu._is_done(log)
+    gpu.State(tmp_path, commands={"gpu-tests.txt": {"tries": tries, "status": status}}).save()
+    state = gpu.State.load(tmp_path)
+    assert state.is_done("gpu-tests.txt") == is_done
+    assert state.failures() == (["gpu-tests.txt"] if is_failure else [])
 
 
 def program(text: str) -> list[str]:
@@ -86,22 +84,22 @@ def program(text: str) -> list[str]:
 
 
 def test_commands_that_are_not_done_are_run(tmp_path: Path) -> None:
-    done, fails = tmp_path / "gpu-done.txt", tmp_path / "gpu-fails.txt"
-    done.write_text(f"sources {machine.sources()}, commit x, try 1\n\nexit status 0\n")
-    assert gpu._run_logged({done: program("raise SystemExit(1)"), fails: program("raise SystemExit(3)")}, 600)
-    assert gpu.failures(tmp_path) == ["gpu-fails.txt"]
-    slow = {tmp_path / "gpu-slow.txt": program("import time; time.sleep(600)")}
-    assert [gpu._run_logged(slow, 2.0) for _ in range(2)] == [False, True]  # a command takes a second at least
+    state = gpu.State(tmp_path, commands={"gpu-done.txt": {"tries": 1, "status": 0}})
+    commands = {"gpu-done.txt": "raise SystemExit(1)", "gpu-fails.txt": "raise SystemExit(3)"}
+    assert state.run_logged({name: program(text) for name, text in commands.items()}, 600)
+    assert state.failures() == ["gpu-fails.txt"]
+    slow = {"gpu-slow.txt": program("import time; time.sleep(600)")}
+    assert [state.run_logged(slow, 2.0) for _ in range(2)] == [False, True]  # a command takes a second at least
     rows = [{"kind": kind, "status": status} for kind, status in (("peer", "failed"), ("ours", "wrong"))]
     (tmp_path / "gpu-logits.json").write_text(json.dumps({"records": [{"rows": rows}]}))
-    (tmp_path / "gpu-card.json").write_text(json.dumps({"records": [{"rows": rows[:1]}]}))
-    assert gpu.failures(tmp_path) == ["gpu-fails.txt", "gpu-logits.json", "gpu-slow.txt"]
+    (tmp_path / "gpu-hidden.json").write_text(json.dumps({"records": [{"rows": rows[:1]}]}))
+    assert state.failures() == ["gpu-fails.txt", "gpu-logits.json", "gpu-slow.txt"]
 
 
 def test_what_is_absent_leaves_a_stage_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(gpu.LeftOutError, match="compute-sanitizer"):
-        gpu.sanitizer(tmp_path, 1.0)
+        gpu.sanitizer(gpu.State(tmp_path), 1.0)
 
 
 def call_script(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,13 +121,12 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     rehearsal = {"BENCHMARK_REHEARSAL": "1", "TRITON_INTERPRET": "1", "BUDGET_S": "1200"}
     done = call_script(**rehearsal, RESULTS=str(tmp_path), OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    state = json.loads((tmp_path / "gpu-state.json").read_text())["stages"]
-    assert {name: stage["status"] for name, stage in state.items()} == dict.fromkeys(gpu.STAGES, "finished")
-    for pattern in ("gpu-1-test_*.txt", "gpu-card-*", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[456]-*"):
+    assert len(re.findall(r"^stage \d \w+ +finished$", done.stdout, re.MULTILINE)) == len(gpu.STAGES), done.stdout
+    for pattern in ("gpu-1-test_*.txt", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[456]-*"):
         assert list(tmp_path.glob(pattern)), pattern
     assert all("REHEARSAL" in page.read_text() for page in tmp_path.glob("*.md"))
     records = [
-        record for path in tmp_path.glob("gpu-[clht]*.json") for record in json.loads(path.read_text())["records"]
+        record for path in tmp_path.glob("gpu-[lht]*.json") for record in json.loads(path.read_text())["records"]
     ]
     rows = [row for record in records for row in record["rows"]]
     assert not [row for row in rows if row["status"] in ("failed", "wrong") and row["kind"] != "peer"]
@@ -137,7 +134,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
         row["name"] for row in rows if row["status"] == "ok"
     }
     packed = subprocess.run(["tar", "-tzf", tmp_path / "gpu-results.tar.gz"], capture_output=True, text=True)
-    assert {"gpu-state.json", "gpu-5-runner.json", "gpu-0-setup.txt"} <= set(packed.stdout.split())
+    assert {"gpu-state.json", "gpu-5-run.txt", "gpu-0-setup.txt"} <= set(packed.stdout.split())
 
 
 def test_parts_are_small_and_join_to_what_they_were_cut_from(tmp_path: Path) -> None:
@@ -153,12 +150,11 @@ def test_parts_are_small_and_join_to_what_they_were_cut_from(tmp_path: Path) -> 
 
 
 def test_a_copy_without_git_has_the_commit_of_its_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = machine.source_state()
-    assert state["commit"] is not None
+    assert machine.git_commit()
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     assert machine.commit(tmp_path).startswith("unknown")
     (tmp_path / "1").mkdir()
-    for sources, suffix in ((state["sources"], ""), ("others", "+changes")):
+    for sources, suffix in ((machine.sources(), ""), ("others", "+changes")):
         (tmp_path / "1" / "commit.json").write_text(json.dumps({"commit": "abc", "sources": sources}))
         assert machine.commit(tmp_path) == f"abc{suffix}"
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import allocators, harness, run
-from benchmarks.allocators import ALLOCATORS, HUGE_PAGES, OUT_OF_THE_BOX
+from benchmarks import configs, harness, run
+from benchmarks.allocators import ALLOCATORS
 from benchmarks.configs import SUITES, Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run, eager_logprobs
 from benchmarks.formulas import FORMULAS
-from benchmarks.meters import RehearsalMeter
+from benchmarks.meters import CpuMeter
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Result, exceeded, find_truth
 
-SMALL = [config for config in SUITES["smoke"] if config.allocator == OUT_OF_THE_BOX]
+SMALL = SUITES["smoke"]
 TRAIN = [config for config in SMALL if config.mode == "train"]
 TRAIN += [replace(config, objective="entropy_bonus", entropy=True) for config in TRAIN[-2:]]
 ONE = Config("logits", "float32", 32, 512, rounds=3, min_rounds=3)
@@ -31,9 +31,9 @@ def by_name(name: str, config: Config) -> Contestant:
     return next(c for c in CONTESTANTS if c.name == name and c.can_do(config))
 
 
-def measure(config: Config, *contestants: Contestant, meter: Any = None) -> dict[str, dict[str, Any]]:
+def measure(config: Config, *contestants: Contestant) -> dict[str, dict[str, Any]]:
     """Return the rows by name."""
-    rows = harness.measure(config, 1, lambda text: None, list(contestants), meter)["rows"]
+    rows = harness.measure(config, 1, list(contestants))["rows"]
     return {row["name"]: row for row in rows}
 
 
@@ -57,8 +57,8 @@ def test_limits_follow_the_rounding() -> None:
 
 @each_training
 def test_truth_is_float64_autograd(config: Config) -> None:
-    """On sampled rows too, where the problem is too large for float64 throughout."""
     problem = build(config)
+    problem.restore()
     truth = find_truth(problem)
     leaves = [x.detach().double().requires_grad_() for x in problem.inputs()]
     logits = leaves[0] if config.level == "logits" else leaves[0] @ leaves[1].t()
@@ -66,16 +66,12 @@ def test_truth_is_float64_autograd(config: Config) -> None:
     loss = FORMULAS[config.objective](logprobs, problem.tokens._replace(entropy=entropy))
     errors = truth.errors(Result(loss=loss, gradients=torch.autograd.grad(loss, leaves)))
     assert max(errors.values()) < 1e-11, errors
-    sampled = find_truth(problem, full_limit=0)
-    # Logits from bfloat16 hidden states are rounded to bfloat16 in the float32 normalizers.
-    rounded = config.level == "hidden" and config.dtype == "bfloat16"
-    assert float((sampled.loss - truth.loss).abs()) < (2e-3 if rounded else 1e-6)
-    torch.testing.assert_close(sampled.row_gradient, truth.row_gradient, rtol=1e-9, atol=1e-12)
 
 
 @each_training
 def test_wrong_results_are_refused(config: Config) -> None:
     problem = build(config)
+    problem.restore()
     contestant, truth = by_name("dapo_kernels", config), find_truth(problem)
     good = contestant.make(problem)()
     assert good.loss is not None
@@ -90,15 +86,6 @@ def test_wrong_results_are_refused(config: Config) -> None:
         assert row["status"] == "wrong"
 
 
-def test_the_share_of_clipped_tokens_is_that_of_the_configuration() -> None:
-    problem = build(replace(SMALL[0], clipped=0.25))
-    tokens = problem.tokens._replace(mask=torch.ones_like(problem.tokens.mask))
-    logprobs = problem.inputs()[0].detach().double().log_softmax(1).gather(1, tokens.target_ids[:, None])[:, 0]
-    logprobs.requires_grad_()
-    (slope,) = torch.autograd.grad(FORMULAS["dapo"](logprobs, tokens), logprobs)
-    assert int((slope == 0).sum()) == 16  # of 64
-
-
 @pytest.mark.parametrize("mib", [8, 96])
 def test_peak_memory_is_what_was_taken(mib: int) -> None:
     problem = build(SMALL[0])
@@ -109,7 +96,7 @@ def test_peak_memory_is_what_was_taken(mib: int) -> None:
         del scratch
         return Result(loss=torch.zeros(()), gradients=(kept,))
 
-    row = harness.in_child(lambda: [harness.watched(call, problem)[2] for _ in range(2)][1])
+    row = harness.in_child(lambda: [harness.memory(call, problem, CpuMeter()) for _ in range(2)][1])
     assert row["gradient_bytes"] == 2**20
     # The kernel counts pages in per-core batches, and a heap keeps a few: a quarter of a MiB each.
     assert mib + 0.5 <= row["peak_extra_bytes"] / 2**20 <= mib + 5
@@ -139,7 +126,7 @@ def test_each_takes_turns_with_its_denominator_in_a_process_of_its_own(tmp_path:
     assert str(os.getpid()) not in pids["pass"]
     for name in ("a", "b"):
         assert [who for pid, who in lines if {pid} == pids[name]][-6:] == ["pass", name] * 3
-        assert rows[name]["over_denominator"] == rows[name]["over"]["pass"]
+        assert set(rows[name]["over"]) == {"pass"}
     assert len(rows["pass"]["times_ms"]) == 6  # of both processes
 
 
@@ -149,24 +136,20 @@ def zeros(problem: Problem) -> Run:
 
 def test_what_does_not_fit_or_is_wrong_has_no_figure() -> None:
     wrong = measure(SMALL[0], by_name("mul_", SMALL[0]), Contestant("liar", "", "peer", zeros))["liar"]
-    huge = replace(SMALL[0], n_tokens=2**24, vocab=2**17)
-    skipped = measure(huge, by_name("mul_", huge), by_name("eager", huge))["eager"]
+
+    def lacks_memory(problem: Problem) -> Run:
+        return lambda: Result(loss=torch.empty(2**50))
+
+    skipped = measure(SMALL[0], Contestant("huge", "", "peer", lacks_memory))["huge"]
     assert (wrong["status"], skipped["status"]) == ("wrong", "skipped")
     assert not {"median_ms"} & (wrong.keys() | skipped.keys())
 
 
 def test_padding_has_a_denominator_of_live_tokens_too() -> None:
     config = replace(ONE, level="hidden", hidden=64, live=0.5, n_sequences=2, rounds=1, min_rounds=1)
-    names = ("three GEMMs", "three GEMMs, live tokens", "dapo_kernels")
+    names = ("GEMMs", "GEMMs, live tokens", "dapo_kernels")
     ours = measure(config, *(by_name(name, config) for name in names))["dapo_kernels"]
     assert list(ours["over"]) == list(names[:2])
-    problem = build(replace(config, level="logits", hidden=0))
-    assert problem.logits is not None
-    problem.logits.fill_(float("nan"))  # a pass over dead rows would not show in zeros
-    for rows in problem.live_rows():
-        problem.logits[rows] = 1.0
-    by_name("mul_, live rows", problem.config).make(problem)()
-    assert (~problem.logits.isnan()).all(1).equal(problem.tokens.mask)
 
 
 @pytest.mark.parametrize("setting", ALLOCATORS)
@@ -174,13 +157,9 @@ def test_a_worker_gets_its_allocator_and_no_other(setting: str, monkeypatch: pyt
     stale = {"MALLOC_TRIM_THRESHOLD_": "1", "THP_MEM_ALLOC_ENABLE": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     for name, value in stale.items():
         monkeypatch.setenv(name, value)
-    found = run._environment(replace(ONE, allocator=setting), threads=1)
-    assert allocators.mismatch(setting, found) is None
-    assert all(allocators.mismatch(other, found) for other in set(ALLOCATORS) - {setting})
-    assert allocators.mismatch(setting, {**found, "GLIBC_TUNABLES": "x"})
-    if setting == HUGE_PAGES:
-        with pytest.raises(RuntimeError, match=HUGE_PAGES):
-            measure(replace(ONE, allocator=setting))
+    found = run._environment(replace(ONE, allocator=setting))
+    chosen = {name for each in ALLOCATORS.values() for name in each} | stale.keys()
+    assert {name: value for name, value in found.items() if name in chosen} == ALLOCATORS[setting]
 
 
 def raises(problem: Problem) -> Run:
@@ -190,36 +169,49 @@ def raises(problem: Problem) -> Run:
     return call
 
 
-def test_side_by_side_nothing_forks_and_a_contestant_that_raises_is_named() -> None:
-    names = ("mul_", "dapo_kernels", "dapo_kernels, new gradient", "eager")
-    field = [*(by_name(name, ONE) for name in names), Contestant("raises", "", "peer", raises)]
-    rows = measure(ONE, *field, meter=RehearsalMeter())
+@pytest.fixture
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A configuration of a GPU, on CPU tensors."""
+    monkeypatch.setattr(configs, "REHEARSAL", True)
+    return replace(ONE, device="cuda")
+
+
+def test_on_a_gpu_nothing_forks_and_a_contestant_that_raises_is_named(rehearsal: Config) -> None:
+    pids = []
+
+    def noting(problem: Problem) -> Run:
+        pids.append(os.getpid())
+        return by_name("eager", ONE).make(problem)
+
+    names = ("mul_", "dapo_kernels", "dapo_kernels, new gradient")
+    field = [Contestant("raises", "", "peer", raises), *(by_name(name, rehearsal) for name in names)]
+    rows = measure(rehearsal, *field, Contestant("noting", "", "eager", noting))
+    assert pids == [os.getpid()]
     assert (rows["raises"]["status"], rows["raises"]["reason"]) == ("failed", "RuntimeError: no kernel image")
-    assert all(len(rows[name]["times_ms"]) == 3 for name in names)
+    assert all(len(rows[name]["times_ms"]) == 3 for name in (*names[1:], "noting"))
     assert rows["dapo_kernels"]["gradient_bytes"] == 0
     assert rows["dapo_kernels, new gradient"]["gradient_bytes"] == 32 * 512 * 4
-    assert max(rows["eager"]["errors"].values()) < 1e-5
+    assert max(rows["noting"]["errors"].values()) < 1e-5
 
 
-def test_nothing_is_measured_on_a_device_that_is_lost() -> None:
-    class LostMeter(RehearsalMeter):
-        def probe(self) -> None:
-            raise RuntimeError("the device is lost")
+def test_nothing_is_measured_on_a_device_that_is_lost(rehearsal: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(meter: CpuMeter) -> None:
+        raise RuntimeError("the device is lost")
 
+    monkeypatch.setattr(CpuMeter, "release", lost)
     with pytest.raises(RuntimeError, match="lost"):
-        measure(ONE, by_name("mul_", ONE), Contestant("raises", "", "peer", raises), meter=LostMeter())
+        measure(rehearsal, by_name("mul_", ONE), Contestant("raises", "", "peer", raises))
 
 
 @pytest.mark.parametrize("suite", sorted(SUITES))
 def test_the_table_of_workloads_is_sound(suite: str) -> None:
     rows = SUITES[suite]
     assert len({config.name for config in rows}) == len(rows), "two configurations of one name"
-    names = {c.name for c in (*harness.CONTESTANTS, *harness.TUNED, *harness.PEERS)}
     for config in rows:
-        assert set(config.contestants or ()) <= names
+        assert set(config.kinds) <= {c.kind for c in harness.EVERYONE}
         field = harness.contestants_of(config)
         assert field[0].kind == "denominator", config.name
         assert config.device == "cpu" or field[0].name == "copy_" or config.level == "hidden"
-        assert next(c for c in field if c.kind == "ours").name.startswith("dapo_kernels")
+        assert next(c for c in field if c.kind in configs.OURS).name.startswith("dapo_kernels")
         assert config.n_tokens % config.n_sequences == 0
         assert config.objective in FORMULAS

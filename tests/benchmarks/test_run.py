@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from benchmarks import bench_ranks, decide, harness, machine, report, run
 from benchmarks import bench_step_vs_trl as step
 from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
 from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, GPU_TUNING, QUOTED, Config
-from benchmarks.contestants import CONTESTANTS
 from dapo_kernels.backends.registry import Default
 from docs import loss_picture as picture
 
@@ -27,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = """
 import json, os, sys, time
 for name in sys.argv[1:]:
-    print(json.dumps({"progress": "at " + name}), flush=True)
+    print("at " + name, flush=True)
     if name == os.environ.get("DIES"):
         sys.exit("killed by " + name)
     if name == os.environ.get("HANGS"):
@@ -35,17 +33,21 @@ for name in sys.argv[1:]:
     row = {"name": "dapo_kernels", "kind": "ours", "setting": "", "status": "ok", "median_ms": 1.0, "min_ms": 1.0}
     row |= {"max_ms": 1.0, "pid": os.getpid()}
     record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "rows": [row]}
-    print(json.dumps({"record": record | {"fields": {"headline": True}}}), flush=True)
+    print(json.dumps(record), flush=True)
 """
 SERVED = [replace(QUOTED[1], n_tokens=n) for n in (1, 2, 3, 4)]
 
 
-def fake_worker(suite: str, chosen: Sequence[Config], threads: int) -> list[str]:
-    return [sys.executable, "-S", "-c", WORKER, *(config.name for config in chosen)]
+@pytest.fixture(autouse=True)
+def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(suite: str, chosen: Sequence[Config]) -> list[str]:
+        return [sys.executable, "-S", "-c", WORKER, *(config.name for config in chosen)]
+
+    monkeypatch.setattr(run, "_command", command)
 
 
 def served(chosen: Sequence[Config] = SERVED) -> list[dict[str, Any]]:
-    records = list(run.measured("sweep", chosen, 1, None, lambda config, text: None, fake_worker))
+    records = list(run.measured("sweep", chosen, float("inf")))
     assert [record["config"] for record in records] == [config.name for config in chosen]
     return records
 
@@ -69,20 +71,20 @@ def test_a_worker_that_dies_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_suite_that_was_stopped_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HANGS", SERVED[1].name)
-    base = tmp_path / "sweep"
+    base, finished = tmp_path / "sweep", []
 
     def call(seconds: float) -> list[str]:
-        results = run.run_suite("sweep", SERVED, base, seconds, threads=1, command=fake_worker)
+        results = run.run_suite("sweep", SERVED, base, seconds)
         assert results == json.loads(base.with_suffix(".json").read_text())
+        finished.append(run.is_finished(results, SERVED))
         return [record["config"] for record in results["records"] if record["rows"]]
 
     names = [config.name for config in SERVED]
     assert call(2.5) == names[:1]
     assert all(name in base.with_suffix(".md").read_text() for name in names)
-    assert not run.is_finished(base, SERVED)
     assert call(2.5) == [names[0], names[2], names[3]]  # what hung comes last
-    assert run.is_finished(base, SERVED)  # and is not tried a third time
-    assert call(5.0) == [names[0], names[2], names[3]]
+    assert call(5.0) == [names[0], names[2], names[3]]  # and is not tried a third time
+    assert finished == [False, True, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
@@ -93,19 +95,16 @@ def test_a_gpu_suite_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("out", [["--out", "/somewhere"], ["--out=/somewhere"], []])
 def test_a_page_names_its_command_but_no_folder_of_ours(monkeypatch: pytest.MonkeyPatch, out: list[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "quick", *out, "--only", "N=1 V"])
-    assert machine.command("python", "run.py") == "python run.py --suite quick --only 'N=1 V'"
+    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "full", *out, "--model", "a model"])
+    assert machine.command() == "python -m benchmarks.run --suite full --model 'a model'"
 
 
 def row(name: str, kind: str, ms: float, **more: Any) -> dict[str, Any]:
-    base = {"name": name, "kind": kind, "setting": "", "status": "ok"}
-    return {**base, **harness.summary([ms / 1e3]), **more}
+    return {"name": name, "kind": kind, "setting": "", "status": "ok", **harness.summary([ms]), **more}
 
 
 def record_of(config: Config, *rows: dict[str, Any]) -> dict[str, Any]:
     names = [row["name"] for row in rows if row["kind"] == "denominator"]
-    harness.divide_by_denominators(list(rows))
-    harness.divide_by_ours(list(rows))
     record = {"config": config.name, "workload": config.workload, "allocator": None, "fields": vars(config)}
     return {**record, "denominators": names, "rows": list(rows), "wall_s": 1.0}
 
@@ -128,37 +127,35 @@ def test_contestants_are_compared_with_our_call_that_treats_the_logits_alike() -
     assert [row["over_ours"] for row in rows] == [0.8, 1.0, 2.0, 4.0, 3.0]  # the second one and the peer overwrite them
 
 
-def test_losses_absences_and_published_figures_are_on_the_page() -> None:
-    published = next(config for config in GPU_HIDDEN if config.published)
+def test_losses_and_absences_are_on_the_page() -> None:
     gone = {"name": "gone", "kind": "peer", "setting": "", "status": "absent", "reason": "x is not installed"}
-    fast = record_of(published, row("copy_", "denominator", 10.0), row("dapo_kernels", "ours", 20.0))
-    fast["rows"] += [row("fast", "peer", 15.0, over_ours=0.75), gone]
+    ours = row("dapo_kernels", "ours", 20.0, over={"copy_": 2.0}, over_ours=1.0)
+    fast = record_of(
+        GPU_HIDDEN[0], row("copy_", "denominator", 10.0), ours, row("fast", "peer", 15.0, over_ours=0.75), gone
+    )
     gpu = {"name": "H200", "capability": "9.0", "multiprocessors": 132, "memory_gib": 140.4, "driver": "580.159.03"}
     gpu |= {"cuda": "13.0", "backends": {"triton": "runs"}}
     results = {"suite": "gpu-hidden", "records": [fast], "machine": machine.describe() | {"gpu": gpu}, "threads": 1}
-    results |= {"load_average_at_end": [0.0], "command": "run", "started": "now", "wall_s": 1.0}
-    page = report.markdown(results)
-    what, figure, source = published.published[0]
-    for cells in (f"{published.name}: fast takes 0.75", "- gone, 1", "580.159.03", f"{what}: {figure} | {source}"):
+    page = report.markdown(results | {"wall_s": 1.0})
+    for cells in (f"{GPU_HIDDEN[0].name}: fast takes 0.75", "- gone, 1", "580.159.03"):
         assert cells in page
     assert "| dapo_kernels |  | 20.00 | 20.00–20.00 | 2.00 | 1.00 |" in page
-    assert "15.00" not in report.console(record_of(published, gone))
 
 
 def test_rates_of_the_card() -> None:
     logits = record_of(GPU_LOGITS[0], row("copy_", "denominator", 1.0))
-    assert f"copy_ {2 * 2 * 8192 * 151936 / 1e-3 / 1e9:.4g} GB/s" in report.rates_of_card([logits])
-    hidden = record_of(GPU_HIDDEN[0], row("three GEMMs", "denominator", 40.0))
-    assert f"{6 * 8192 * 151936 * 4096 / 0.04 / 1e12:.3g} TFLOP/s" in report.rates_of_card([hidden])
+    assert f"copy_ {2 * 2 * 8192 * 151936 / 1e-3 / 1e9:.4g} GB/s" in report.table(logits)
+    hidden = record_of(GPU_HIDDEN[0], row("GEMMs", "denominator", 40.0))
+    assert f"{6 * 8192 * 151936 * 4096 / 0.04 / 1e12:.3g} TFLOP/s" in report.table(hidden)
 
 
 def test_the_page_of_ranks_has_the_medians_and_the_largest_phases() -> None:
-    one, two = bench_ranks.SIDES[0][0], bench_ranks.SIDES[2][0]
+    one, two = bench_ranks.SIDES[0][0], bench_ranks.SIDES[1][0]
     phases = [{"rollout": 1.0 + i, "optimizer": 0.5} for i in range(3)]  # median 2.0
     found = {one: phases, two: [{**phase, "sync": 2.5} for phase in phases]}
-    page = bench_ranks.step_page(found, machine.describe(), argparse.Namespace(prompts=4, rounds=1, steps=3))
-    assert "÷ one process | sync | rollout | optimizer |" in page
-    assert f"| {two} | 5.00 | 2.00 |" in page  # 2 + 0.5 + 2.5 of 2.5
+    table = bench_ranks.phase_table({name: [bench_ranks.Step(x, {}) for x in steps] for name, steps in found.items()})
+    assert f"÷ {one} | sync | rollout | optimizer |" in table
+    assert f"| {two} | 5.00 | 2.00 |" in table  # 2 + 0.5 + 2.5 of 2.5
 
 
 def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
@@ -167,15 +164,15 @@ def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     def measure(side: str, allocator: str, options: argparse.Namespace) -> dict[str, Any]:
         seconds = theirs.get(allocator, 30.0) if side == "TRL" else 10.0
         phases = {"rollout": 0.4 * seconds, "forward_backward": 0.5 * seconds, "other": 0.1 * seconds}
-        result = {"side": side, "allocator": allocator, "seconds": [99.0, seconds, seconds], "phases": [phases] * 3}
-        return result | {"tokens": [1, 1000, 1000], "versions": {}, "peak_bytes": 2**30}
+        steps = [bench_ranks.Step(phases, {"train/tokens": 1000})] * 2
+        return {"side": side, "allocator": allocator, "steps": steps, "versions": {"trl": "1.16.0"}, "peak_gib": 1.0}
 
-    options = argparse.Namespace(steps=3, threads=2)
+    options = argparse.Namespace(steps=2)
     results = step.measure_all(options, measure)
     assert [r["allocator"] for r in results if r["side"] == "TRL"] == list(ALLOCATORS)
-    assert {r["allocator"] for r in results if r["side"] in step.OURS} == {RAISED}
-    assert {r["allocator"] for r in results if r["side"] == step.BY_COMMAND} == {OUT_OF_THE_BOX}
-    page = step.page(results, options, datetime.now(timezone.utc))
+    ours = [(side, RAISED) for side in step.OURS] + [("runner", OUT_OF_THE_BOX)]
+    assert [(r["side"], r["allocator"]) for r in results if r["side"] != "TRL"] == ours
+    page = step.page(results, options, machine.describe())
     assert "| runner | thresholds raised | 10.00 | 1000 | 100 | 2.50 |" in page  # 25 ÷ 10, not 40 ÷ 10
     assert "| TRL | out of the box | 40.00 | 1000 | 25 | 0.62 |" in page
 
@@ -245,5 +242,6 @@ def test_stage_4_measures_every_kind_of_call_from_logits() -> None:
     pairs = {(c.mode, c.dtype, c.vocab * c.torch_dtype.itemsize % 16 == 0) for c in GPU_TUNING}
     assert pairs == set(itertools.product(("train", "forward"), ("bfloat16", "float32"), (True, False)))
     compared = {decide.TRITON, decide.CUDA, *decide.NEW_GRADIENTS}
-    assert all(compared <= set(config.contestants or ()) for config in GPU_TUNING)
-    assert {c.name for c in CONTESTANTS} >= compared
+    for config in GPU_TUNING:
+        names = {contestant.name for contestant in harness.contestants_of(config)}
+        assert names >= (compared if config.mode == "train" else {decide.TRITON, decide.CUDA})
