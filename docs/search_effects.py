@@ -42,6 +42,7 @@ FACTORS = {
     "D": "dynamic sampling",
 }
 CELLS = {"grpo": "", "higher": "FH", "token": "FHST"}  # of the factorial, among the rungs of the ladder
+OUTSIDE = {"filter": "F", "soft": "FHS", "dapo": "FHSTD"}  # rungs that are no cells of it
 TRAINED = 4  # forward passes: one for the old log-probs, one in training, and a backward pass costs two
 Run = Mapping[str, Any]
 """A run in a JSON file."""
@@ -55,12 +56,12 @@ def read(*names: str) -> list[Run]:
     return [run for name in names for run in json.loads(FILES[name].read_text(encoding="utf-8"))]
 
 
-def costs_of(run: Run) -> dict[int, float]:
-    """Return the cost up to each step in forward passes of a token."""
+def costs_of(run: Run, trained_token: int = TRAINED) -> dict[int, float]:
+    """Return the cost up to each step in forward passes of a token; ``trained_token``: those of a trained one."""
     generated = dict(zip(map(int, run["axes"]["step"]), run["axes"]["tokens"], strict=True))
     steps, trained = run["curves"]["train/tokens"]
     sums = dict(zip(map(int, steps), accumulate(trained), strict=True)) | {0: 0.0}
-    return {step: generated[step] + TRAINED * sums[step] for step in sorted(sums)}
+    return {step: generated[step] + trained_token * sums[step] for step in sorted(sums)}
 
 
 def equal_cost(runs: Sequence[Run]) -> float:
@@ -122,6 +123,31 @@ def conditional(values: Values) -> dict[str, list[float]]:
         for word, sign in (("with", 1), ("without", -1)):
             rows[f"{name} {word} {second}"] = [a + sign * b for a, b in zip(found[name], pair, strict=True)]
     return rows
+
+
+def at_equal_tokens(runs: Sequence[Run]) -> Values:
+    """Return accuracies at the smallest number of generated tokens of any run: a trained token costs nothing."""
+    costs = [costs_of(run, 0) for run in runs]
+    smallest, found = min(max(cost.values()) for cost in costs), {}
+    for run, cost in zip(runs, costs, strict=True):
+        steps, accuracy = run["curves"]["eval/avg@16"]
+        places = [cost[int(step)] for step in steps]
+        found[run["variant"], run["seed"]] = float(np.interp(smallest, places, smooth(accuracy)))
+    return found
+
+
+def unexplained(ladder: Values, factorial: Values) -> dict[str, list[float]]:
+    """Return for the rows of the ladder outside the factorial: measured minus what main effects and pairs predict."""
+    terms, found = effects(factorial, (1, 2)), {}
+    seeds = sorted({seed for _, seed in factorial})
+    means = [fmean(x for (_, other), x in factorial.items() if other == seed) for seed in seeds]
+    for rung, letters in OUTSIDE.items():
+        signs = {factor: 1 if letter in letters else -1 for letter, factor in FACTORS.items()}
+        halves = {term: float(np.prod([signs[factor] for factor in term.split(" × ")])) / 2 for term in terms}
+        parts = [sum(half * terms[term][k] for term, half in halves.items()) for k in range(len(seeds))]
+        predicted = [mean + part for mean, part in zip(means, parts, strict=True)]
+        found[LADDER[rung]] = [ladder[rung, seed] - x for seed, x in zip(seeds, predicted, strict=True)]
+    return found
 
 
 def noise(values: Values) -> dict[str, list[float]]:
@@ -231,16 +257,26 @@ def tables() -> dict[str, list[str]]:
     again = endpoints([run for run in read("ladder", "noise") if run["variant"] == "grpo"])
     more = [("twice the prompts", "token", "twice"), ("dynamic sampling against twice the prompts", "twice", "dapo")]
     whole = [("DAPO − naive GRPO", "grpo", "dapo")]
+    released = [("DAPO as released, without the filter − naive GRPO", "grpo", "cell_HSTD")]
+    at_same_cost = endpoints(read("ladder"), equal_cost(read("factorial")))
     fifth = "the fifth of highest entropy"
     shares = [(f"{fifth} against a random fifth", "random_fifth", "top_entropy")]
     shares += [(f"{fifth} against the four fifths of lowest entropy", "lowest_entropy", "top_entropy")]
     return {
-        "The ladder": means(ladder, LADDER),
-        "Each rung minus the one above it": table({name: rungs(values) for name, values in ladder.items()}),
-        "The last rung minus the first": table({name: differences(values, whole) for name, values in ladder.items()}),
+        "Table 1": means(ladder, LADDER),
+        "Each row minus the one above it": table({name: rungs(values) for name, values in ladder.items()}),
+        "DAPO minus naive GRPO": table(
+            {name: differences(ladder[name], whole) | differences(factorial[name], released) for name in ladder}
+        ),
         "Main effects": table({name: effects(values) for name, values in factorial.items()}),
-        "Pairs of factors": table({name: effects(values, [2]) for name, values in factorial.items()}),
+        "Pairs of techniques": table({name: effects(values, [2]) for name, values in factorial.items()}),
         "Effects with and without another technique": without_p(factorial),
+        "Main effects at equal generated tokens": table(
+            {"equal generated tokens": effects(at_equal_tokens(read("factorial")))}
+        ),
+        "Rows outside the factorial: measured minus predicted": table(
+            {name: unexplained(at_same_cost[name], factorial[name]) for name in factorial}
+        ),
         "Main effects at equal updates, computed in other ways": attempts_to_refute(read("factorial")),
         "Twice the prompts": table({name: differences(values, more) for name, values in controls.items()}),
         "The same start models with other seeds": table({name: noise(values) for name, values in again.items()}),

@@ -38,6 +38,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     neighbor = path.parent / study.base
     base = neighbor if neighbor.is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
+    if starts and read_recipe(base).get("model", {}).get("path"):
+        raise ConfigError(f"{min(starts)}: expected a start model, found none. The top of the recipe says how to make it")
     for config in {planned.variant: _before_start(planned.config, starts) for planned in runs}.values():
         check_needs(config, make_layout(config, 1, 1))
     waiting = [planned for planned in runs if not is_finished(planned)]

@@ -223,6 +223,14 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, dapo: Dapo) 
     assert "optimizer.lr" not in error  # a start does not depend on it
 
 
+def test_a_start_that_the_study_cannot_make_must_exist(
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = Path("studies", "search-ladder", "start", "seed_0")
+    dapo.refuses(f"{start}: expected a start model", "study", "studies/search-ladder", "--dry-run")
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved, in place of their files."""
