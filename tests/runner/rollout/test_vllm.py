@@ -28,6 +28,7 @@ from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
+from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.types import DEFAULT_OPTIONS, Completion, Prompt, SamplingParams, make_requests
@@ -219,16 +220,20 @@ def test_a_float32_head_is_used_and_follows_new_weights(tiny: Path) -> None:
     torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=0)
 
 
-def raw_run(folder: Path, **run: Any) -> dict[str, Any]:
+def raw_run(folder: Path, start: Path | None = None, /, **run: Any) -> dict[str, Any]:
+    """A run that begins with the model of the run ``start``, or with one that it warms up itself."""
     raw = small_recipe(output_dir=str(folder), eval_every=1, **run)
-    raw["model"]["tiny"] |= {"hidden_size": 64, "heads": 2}
+    if start is None:
+        raw["model"]["tiny"] |= {"hidden_size": 64, "heads": 2}
+    else:
+        raw["model"] = {"dtype": "float32", "path": str(start / TINY_MODEL)}
     raw["rollout"] |= {"engine": "vllm", "vllm": {"kv_cache_gib": 0.25}}
     raw["optimizer"] |= {"lr": 5e-3, "mini_batch_size": None}
     return raw
 
 
-def whole_run(folder: Path, **run: Any) -> Path:
-    return train(parse_config(raw_run(folder, **run)), Progress())
+def whole_run(folder: Path, start: Path | None = None, /, **run: Any) -> Path:
+    return train(parse_config(raw_run(folder, start, **run)), Progress())
 
 
 @pytest.fixture(scope="module")
@@ -248,24 +253,24 @@ def test_a_whole_run(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("overrides", [*SEGMENTS.values(), REPLAY])
-def test_log_probs_of_a_run_are_the_learners(tmp_path: Path, overrides: list[str]) -> None:
+def test_log_probs_of_a_run_are_the_learners(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     """Of several calls, and of truncated distributions."""
-    run = train(parse_config(apply_overrides(raw_run(tmp_path, steps=1), overrides)), Progress())
+    run = train(parse_config(apply_overrides(raw_run(tmp_path, whole, steps=1), overrides)), Progress())
     (step,) = events_of(run)
     assert step["train/tokens"] > 0
     assert max(step["sync/gap"], step["train/rollout_gap"]) < 1e-4
 
 
 def test_a_run_taken_up_again_is_the_run_that_never_stopped(whole: Path, tmp_path: Path) -> None:
-    whole_run(tmp_path, steps=1)
-    again = whole_run(tmp_path, steps=2)
+    whole_run(tmp_path, whole, steps=1)
+    again = whole_run(tmp_path, whole, steps=2)
     assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("share", [1, 2], ids=["two engines", "one engine of two ranks"])
 def test_two_ranks(whole: Path, tmp_path: Path, python: str, share: int) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(raw_run(tmp_path, steps=2)))
+    recipe.write_text(yaml.safe_dump(raw_run(tmp_path, whole, steps=2)))
     done = torchrun(2, "-m", "dapo_runner", "train", recipe, f"parallel.rollout_tensor={share}", python=python)
     assert done.returncode == 0, done.stderr[-4000:]
     alone, events = (read_log(folder / "metrics.jsonl") for folder in (whole, tmp_path / "small"))
