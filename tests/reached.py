@@ -46,7 +46,7 @@ def probe(statement: ast.stmt, path: str) -> list[ast.stmt]:
 
 def install(folder: str) -> None:
     """Compile the modules of both packages with probes, which append to a file: the test's number and the statement."""
-    number, last, seen, pending = share_number(f"{folder}/test"), 0, set[str](), bytearray()
+    number, last, seen, pending = share_number(f"{folder}/test"), 0, set[str](), list[bytes]()
     plain = SourceFileLoader.source_to_code
 
     def reached(where: str) -> None:
@@ -56,12 +56,13 @@ def install(folder: str) -> None:
             seen.clear()
         if where not in seen:
             seen.add(where)
-            pending.extend(f"{last} {where}\n".encode())
+            pending.append(f"{last} {where}\n".encode())
+            n = len(pending)  # another thread may add more
             with suppress(OSError):  # where a test limits the size of files: later
                 hits = os.open(f"{folder}/hits", os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # some close all files
                 try:
-                    os.write(hits, pending)
-                    pending.clear()
+                    os.write(hits, b"".join(pending[:n]))
+                    del pending[:n]
                 finally:
                     os.close(hits)
 
