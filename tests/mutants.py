@@ -319,8 +319,8 @@ def record(markers: str, file: str, folder: Path) -> int:
     code = run_tests(markers, [file], progress)
     overhead = time.monotonic() - began - progress.seconds.total()  # imports and collection
     executed: dict[str, set[int]] = defaultdict(set)
-    for number, where in map(str.split, (folder / "hits").read_text(encoding="utf-8").splitlines()):
-        executed[where].add(int(number))
+    for number, where in map(str.split, os.listdir(folder / "hits")):
+        executed[where.replace("|", "/")].add(int(number))
     known = {"tests": progress.tests, "seconds": progress.seconds, "overhead": overhead}
     known["failed"] = sorted(progress.failed)
     known["executed"] = {where: sorted(those) for where, those in executed.items()}
@@ -336,7 +336,7 @@ def make_record(checkout: Path, markers: str, file: str) -> None:
     """Write the record of a test file. One whose tests cannot be run with nothing changed is left out."""
     folder, began = record_of(checkout, markers, file), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    (folder / "hits").mkdir(parents=True)
     code = run_in(checkout, partial(record, markers, file, folder), RECORD_SECONDS)
     if code != 0:
         shutil.copy(f"{checkout}.log", folder / "log")
@@ -345,7 +345,7 @@ def make_record(checkout: Path, markers: str, file: str) -> None:
         known["failed"] = [f"{file} ({end}: {folder}/log)"]
         (folder / "known.json").write_text(json.dumps(known), encoding="utf-8")
     (folder / "known.json").rename(folder / "record.json")
-    (folder / "hits").unlink(missing_ok=True)
+    shutil.rmtree(folder / "hits")
     print(f"{time.monotonic() - began:4.0f} s  {file} recorded", flush=True)
 
 

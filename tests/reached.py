@@ -11,11 +11,10 @@ import ast
 import builtins
 import mmap
 import os
-from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-FOLDER = "MUTANTS_RECORD"  # the environment variable with the folder of the two files
+FOLDER = "MUTANTS_RECORD"  # the environment variable with the folder of the record
 PACKAGES = ("dapo_kernels", "dapo_runner")
 
 
@@ -45,8 +44,10 @@ def probe(statement: ast.stmt, path: str) -> list[ast.stmt]:
 
 
 def install(folder: str) -> None:
-    """Compile the modules of both packages with probes, which append to a file: the test's number and the statement."""
-    number, last, seen, pending = share_number(f"{folder}/test"), 0, set[str](), list[bytes]()
+    """Compile the modules of both packages with probes. A probe makes an empty file, named after test and statement,
+    which also works in threads and forks, after a process has closed its files, and where the size of files is limited.
+    """
+    number, last, seen = share_number(f"{folder}/test"), 0, set[str]()
     plain = SourceFileLoader.source_to_code
 
     def reached(where: str) -> None:
@@ -56,15 +57,7 @@ def install(folder: str) -> None:
             seen.clear()
         if where not in seen:
             seen.add(where)
-            pending.append(f"{last} {where}\n".encode())
-            n = len(pending)  # another thread may add more
-            with suppress(OSError):  # where a test limits the size of files: later
-                hits = os.open(f"{folder}/hits", os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # some close all files
-                try:
-                    os.write(hits, b"".join(pending[:n]))
-                    del pending[:n]
-                finally:
-                    os.close(hits)
+            os.close(os.open(f"{folder}/hits/{last} {where.replace('/', '|')}", os.O_CREAT))
 
     def source_to_code(loader: SourceFileLoader, data: Any, path: Any, **options: Any) -> Any:
         package = next((name for name in PACKAGES if f"/{name}/" in path and isinstance(data, bytes)), None)
