@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     base = neighbor if neighbor.is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
     if starts and read_recipe(base).get("model", {}).get("path"):
-        raise ConfigError(f"{min(starts)}: expected a start model, found none. The top of the recipe says how to make it")
+        raise ConfigError(f"{min(starts)}: expected a start model, found none. The recipe's first lines make it")
     for config in {planned.variant: _before_start(planned.config, starts) for planned in runs}.values():
         check_needs(config, make_layout(config, 1, 1))
     waiting = [planned for planned in runs if not is_finished(planned)]
@@ -66,9 +66,8 @@ def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
 
 
 def _make_starts(starts: Mapping[Path, Config], jobs: int) -> None:
-    if not starts:
-        return
-    with ProcessPoolExecutor(min(jobs, len(starts)), multiprocessing.get_context("spawn"), end_with_parent) as pool:
+    n = min(jobs, len(starts)) or 1
+    with ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         for note in pool.map(make_start, starts, starts.values()):
             print(note, flush=True)
 
@@ -83,11 +82,8 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
                     failures.append(failure)
                 result = failure.reason if failure is not None else f"{read_result(run).accuracy[1][-1]:.1%}"
                 left = (len(waiting) - n) * (time.monotonic() - started) / n
-                print(
-                    f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}: {result}, {seconds:.0f} s; "
-                    f"about {left / 60:.0f} min left",
-                    flush=True,
-                )
+                place = f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}"
+                print(f"{place}: {result}, {seconds:.0f} s; about {left / 60:.0f} min left", flush=True)
     finally:
         results = [read_result(planned) for planned in runs if is_finished(planned)]
         print(f"page: {write_page(study, results, failures)}")

@@ -13,7 +13,7 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3565,
+    "top": 3563,
     "rollout": 3217,
     "training": 2253,
     "rewards": 1772,
