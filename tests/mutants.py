@@ -60,6 +60,7 @@ RECORD_SECONDS = 900.0  # for the tests of one file
 MARKERS = "not slow and not gpu and not vllm"
 KINDS = ["BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "AddNot", "NumberReplacer"]
 KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"]
+IN_VLLM = ["dapo_runner/rollout/receiver.py", "dapo_runner/rollout/vllm.py"]  # tested in vLLM's environment, not here
 TRAINING = "tests/runner/test_*.py"
 ROOMS = {  # folder of the code → its tests; the longest folder that fits a file is its room
     "dapo_kernels": ["tests/kernels"],
@@ -70,17 +71,18 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
     "dapo_kernels/objectives": ["tests/kernels"],
     **{
         f"dapo_runner/{room}": [f"tests/runner/{room}"]
-        for room in ("algorithms", "config", "data", "logging", "parallel", "policy", "rewards", "rollout", "tools")
+        for room in ("algorithms", "data", "logging", "parallel", "policy", "rewards", "rollout", "tools")
     },
+    "dapo_runner/config": ["tests/runner/config", "tests/runner/algorithms/test_settings.py"],
     "dapo_runner/checkpoint": ["tests/runner/test_checkpoint.py", "tests/runner/test_resume.py"],
-    "dapo_runner/commands": [f"tests/runner/test_{name}.py" for name in ("cli", "evaluate", "launch")],
+    "dapo_runner/commands": [TRAINING, "tests/runner/tools/study/test_study.py"],
     "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
     "dapo_runner/preflight": [
         f"tests/runner/{name}.py"
         for name in ("test_[drs]*", "test_cli", "test_tiny_model", "rollout/test_server_settings")
     ],
     "dapo_runner/run": [TRAINING],
-    "dapo_runner": [TRAINING],
+    "dapo_runner": [TRAINING, "tests/runner/rewards/test_judge.py", "tests/runner/rollout/test_server*.py"],
 }
 SELECTED = {  # room → markers of its tests; "": of every other room
     "": f"{MARKERS} and not ranks and not elsewhere",
@@ -160,7 +162,8 @@ def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
     by_room: dict[str, dict[tuple[str, int], dict[str, list[Mutant]]]] = defaultdict(dict)
     weights = {}
     for path in sorted(path for package in reached.PACKAGES for path in (ROOT / package).rglob("*.py")):
-        if rooms is not None and rooms not in room_of(str(path.relative_to(ROOT))):
+        name = str(path.relative_to(ROOT))
+        if name in IN_VLLM or (rooms is not None and rooms not in room_of(name)):
             continue
         for mutant in mutants_of(path):
             line = (mutant.path, mutant.line)

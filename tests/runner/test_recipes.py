@@ -85,6 +85,12 @@ def test_its_plan_counts_steps_tokens_and_memory() -> None:
     assert f"{trained:,}" in summarize(config)["parameters"]
 
 
+def test_vllm_on_a_cpu_has_the_cache_that_is_set() -> None:
+    config = load_config(ONE_GPU, ["run.device=cpu", "rollout.vllm.kv_cache_gib=3"])
+    assert (shape := model_shape(config.model)) is not None
+    assert memory_estimate(config, shape)["KV cache"] == 3 * 2**30
+
+
 def gib_of(config: Any) -> dict[str, float]:
     rows = {label.strip(): text for label, text in summarize(config).items()}
     return {label: float(text.removeprefix("about ").split()[0]) for label, text in rows.items() if "GiB" in text}

@@ -59,3 +59,4 @@ def test_a_pair_is_not_taken_apart(model_folder: Path) -> None:
             chosen, rejected = batch.sequence_ids.view(-1, 2).unbind(1)
             assert torch.equal(chosen + 1, rejected)
             assert not (chosen % 2).any()
+    assert learner.update(minis[0], 0)["entropy"] > 0

@@ -148,7 +148,7 @@ def test_what_may_be_unintended_gets_a_caution(overrides: str, keys: list[str], 
 
 @pytest.mark.parametrize(
     ("group_size", "branching"),
-    [(216, (6, 6, 6)), (16, (4, 2, 2)), (24, (4, 3, 2)), (64, (4, 4, 4)), (6, (3, 2)), (4, (2, 2))],
+    [(216, (6, 6, 6)), (16, (4, 2, 2)), (24, (4, 3, 2)), (64, (4, 4, 4)), (6, (3, 2)), (4, (2, 2)), (72, (6, 4, 3))],
 )
 def test_a_tree_has_as_many_leaves_as_a_group(group_size: int, branching: tuple[int, ...]) -> None:
     tree = make_config(advantage={"segments": {"kind": "tree"}}, rollout={"group_size": group_size}).tree

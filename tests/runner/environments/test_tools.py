@@ -125,6 +125,27 @@ class Stepless:
     def _step(self, text: str) -> None: ...
 
 
+class Survey:
+    """It asks, and takes any answer."""
+
+    def reset(self) -> str:
+        return "How are you?"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Rows:
+    """Its tool needs what the row has."""
+
+    def reset(self, row: Any) -> None:
+        self.answer = row
+
+    def look_up(self) -> str:
+        """Return the answer."""
+        return str(self.answer)
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -241,6 +262,11 @@ def test_plain_functions_are_tools_and_the_configured_reward_scores() -> None:
 def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         template_arguments(EnvironmentConfig(kind=kind, tools=tools))
+
+
+@pytest.mark.parametrize("name", ["Survey", "Rows"])
+def test_tools_or_a_reset_of_its_own_make_an_environment(name: str) -> None:
+    assert template_arguments(EnvironmentConfig(kind=f"{HERE}:{name}"))["tools"] is not None
 
 
 def test_a_class_that_cannot_be_made_is_refused() -> None:
