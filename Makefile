@@ -59,10 +59,10 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py tests/runner/rollout/test_vllm_lora.py  # of their own
 
 # What the tests are worth: a place of the code is changed, and a test has to fail. Hours; after an interruption the rest.
-PER_ROOM ?= 15
+SAMPLE ?= 300
 mutants: install
 	$(BIN)/python $(INSTALL) 'cosmic-ray>=8.7,<9'
-	$(BIN)/python tests/mutants.py --per-room $(PER_ROOM) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
+	$(BIN)/python tests/mutants.py --sample $(SAMPLE) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
 
 lint: install
 	$(BIN)/ruff check .

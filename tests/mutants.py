@@ -1,7 +1,7 @@
 """Measure what the tests are worth: change one place of the code at a time and see whether a test fails.
 
-    python tests/mutants.py                           # 15 mutants of each room: hours
-    python tests/mutants.py --room rollout --per-room 40 --seed 1
+    python tests/mutants.py                         # 300 mutants, as many of each room: an hour or two
+    python tests/mutants.py --room rollout --sample 40 --seed 1
 
 Cosmic Ray makes the mutants: of arithmetic, comparisons, conditions, loops and numbers. Lines are drawn by a seed,
 those of functions three times as often as those that an import executes. First each test file runs with nothing
@@ -157,7 +157,7 @@ def is_valid(mutant: Mutant) -> bool:
     return True
 
 
-def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
+def draw(rooms: str | None, sample: int, seed: int) -> list[Mutant]:
     """Draw lines of each room, for each a kind of mutation, then one mutant of that kind; the rooms take turns."""
     by_room: dict[str, dict[tuple[str, int], dict[str, list[Mutant]]]] = defaultdict(dict)
     weights = {}
@@ -175,8 +175,8 @@ def draw(rooms: str | None, per_room: int, seed: int) -> list[Mutant]:
         keys = {line: rng.random() ** (1 / weights[line]) for line in sorted(by_line)}  # the largest: a weighted draw
         lines = [by_line[line] for line in sorted(keys, key=keys.get, reverse=True)]
         mutants = filter(is_valid, (rng.choice(kinds[rng.choice(sorted(kinds))]) for kinds in lines))
-        drawn += [(turn, room, mutant) for turn, mutant in enumerate(islice(mutants, per_room))]
-    return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])]
+        drawn += [(turn, room, mutant) for turn, mutant in enumerate(islice(mutants, -(-sample // len(by_room))))]
+    return [mutant for _, _, mutant in sorted(drawn, key=lambda one: one[:2])][:sample]
 
 
 def files_of(room: str) -> list[str]:
@@ -416,7 +416,7 @@ def try_mutant(checkout: Path, mutant: Mutant) -> Outcome:
 def page(outcomes: list[Outcome], left_out: list[str], options: argparse.Namespace) -> str:
     """Return the report: the share killed by room, then the survivors and what else a person may want to judge."""
     asked = f" --room {options.room}" if options.room else ""
-    command = f"python tests/mutants.py --per-room {options.per_room} --seed {options.seed}{asked}"
+    command = f"python tests/mutants.py --sample {options.sample} --seed {options.seed}{asked}"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = ["# Mutants", "", f"`{command}` at commit {commit.strip()}", ""]
     lines += [
@@ -453,7 +453,7 @@ def page(outcomes: list[Outcome], left_out: list[str], options: argparse.Namespa
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--per-room", type=int, default=15, help="how many mutants of each room (default: 15)")
+    parser.add_argument("--sample", type=int, default=300, help="how many mutants (default: 300)")
     parser.add_argument("--room", help="only rooms whose folder contains this, as rollout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="how many mutants at a time (default: 1)")
@@ -478,7 +478,7 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for module in IMPORTED:
         importlib.import_module(module)
-    chosen = draw(options.room, options.per_room, options.seed)
+    chosen = draw(options.room, options.sample, options.seed)
     # Modules compiled with probes lie in other copies than those of mutants.
     probed, plain = (
         [copy_checkout(options.work, f"{name}{job}") for job in range(options.jobs)] for name in ("record", "")
