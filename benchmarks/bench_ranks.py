@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from benchmarks import machine
 from benchmarks.machine import ROOT
 from benchmarks.report import markdown_table
-from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
 from dapo_runner.timing import seconds_by_phase
 
 WARM_UP = 1  # steps left out: memory is taken and kept, and kernels are compiled
@@ -69,6 +68,8 @@ def recipe(model: str, folder: str, prompts: int, steps: int, **rollout: Any) ->
 
 def train(raw: dict[str, Any], environment: dict[str, str], launcher: Sequence[str] = ()) -> list[Step]:
     """Run a recipe in a process of its own; return its steps after the warm-up."""
+    from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log  # needs the runner's packages
+
     folder = Path(raw["run"]["output_dir"])
     path = folder / "recipe.json"  # JSON is YAML
     path.write_text(json.dumps(raw))

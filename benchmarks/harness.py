@@ -44,9 +44,8 @@ def measure(config: Config, threads: int, contestants: list[Contestant] | None =
     everyone = contestants_of(config) if contestants is None else contestants
     rows = [_row(contestant) for contestant in everyone]
     try:
-        _measure_each(
-            list(zip(everyone, rows, strict=True)), config, threads, in_child if on_cpu else lambda work: work()
-        )
+        field = list(zip(everyone, rows, strict=True))
+        _measure_each(field, config, threads, in_child if on_cpu else lambda work: work())
     except RuntimeError as error:
         if not _lacks_memory(error):
             raise
@@ -83,8 +82,8 @@ def _measure_each(
 ) -> None:
     """Fill the rows of contestants; those of the denominators from the rounds of all."""
     field = [(contestant, row) for contestant, row in field if row["status"] == "ok"]
-    # Before the forks: or every child would import it all again.
-    for module in sorted({module for contestant, _ in field for module in contestant.modules}):
+    # Before the forks: or every child would import it all again. Without forks, a failed import costs one row.
+    for module in sorted({module for contestant, _ in field for module in contestant.modules if isolate is in_child}):
         importlib.import_module(module)
     problem = build(config)
     truth = find_truth(problem)
@@ -100,6 +99,8 @@ def _measure_each(
     for row in denominators.values():
         if pooled[row["name"]]:
             row |= summary(pooled[row["name"]])
+    del problem, truth
+    meter.release()
 
 
 def in_child(work: Callable[[], Row]) -> Row:

@@ -61,11 +61,9 @@ class Truth:
         if result.logprobs is not None:
             exact = self.problem.exact
             found = {"logprob": _worst(result.logprobs.flatten(), exact.logprobs)}
-            return (
-                found
-                if result.entropy is None
-                else found | {"entropy": _worst(result.entropy.flatten(), exact.entropy)}
-            )
+            if result.entropy is not None:
+                found["entropy"] = _worst(result.entropy.flatten(), exact.entropy)
+            return found
         assert result.loss is not None
         first, *others = (gradient.reshape(-1, gradient.shape[-1]) for gradient in result.gradients)
         found = {"loss": _worst(result.loss, self.loss), "gradient": _relative(first[self.rows], self.row_gradient)}

@@ -102,6 +102,11 @@ def test_what_is_absent_leaves_a_stage_out(tmp_path: Path, monkeypatch: pytest.M
         gpu.sanitizer(gpu.State(tmp_path), 1.0)
 
 
+def test_the_stages_start_without_the_packages_of_the_runner() -> None:
+    absent = "import sys; sys.modules |= dict.fromkeys(['pydantic', 'transformers', 'datasets', 'rich', 'scipy'])"
+    subprocess.run([sys.executable, "-c", f"{absent}; import benchmarks.gpu, benchmarks.harness"], cwd=ROOT, check=True)
+
+
 def call_script(**environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, **environment}
     return subprocess.run([SCRIPT], env=environment, capture_output=True, text=True)

@@ -184,7 +184,8 @@ def test_on_a_gpu_nothing_forks_and_a_contestant_that_raises_is_named(rehearsal:
         return by_name("eager", ONE).make(problem)
 
     names = ("mul_", "dapo_kernels", "dapo_kernels, new gradient")
-    field = [Contestant("raises", "", "peer", raises), *(by_name(name, rehearsal) for name in names)]
+    field = [Contestant("raises", "", "peer", raises, modules=("torch.absent",))]  # which is not imported beforehand
+    field += [by_name(name, rehearsal) for name in names]
     rows = measure(rehearsal, *field, Contestant("noting", "", "eager", noting))
     assert pids == [os.getpid()]
     assert (rows["raises"]["status"], rows["raises"]["reason"]) == ("failed", "RuntimeError: no kernel image")
