@@ -33,6 +33,7 @@ from benchmarks.configs import REHEARSAL, SUITES
 from benchmarks.machine import ROOT
 from benchmarks.report import is_failure
 from benchmarks.run import is_finished, run_suite
+from dapo_runner.files import atomic_write
 from dapo_runner.preflight.packages import missing_for_runner
 
 LEAST_S = 5 if REHEARSAL else 30  # a stage is not started with less time
@@ -61,7 +62,7 @@ class State:
 
     def save(self) -> None:
         saved = {"commit": machine.commit(), "sources": machine.sources(), "commands": self.commands}
-        (self.folder / "gpu-state.json").write_text(json.dumps(saved, indent=1))
+        atomic_write(self.folder / "gpu-state.json", json.dumps(saved, indent=1))
 
     def is_done(self, name: str) -> bool:
         """Return whether a command ended by itself, or was stopped too often."""
@@ -110,11 +111,11 @@ def _pytest(*arguments: str) -> list[str]:
 
 
 def card(state: State, seconds: float) -> bool:
-    """Run each file with GPU tests, for half of the time; those of the runner where its packages are installed."""
+    """Run each file with GPU tests; those of the runner where its packages are installed."""
     folders = ["kernels"] + ([] if missing_for_runner() else ["runner"])
     files = [path for folder in folders for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
     marked = [path for path in files if "mark.gpu" in path.read_text()]
-    return state.run_logged({f"gpu-1-{path.stem}.txt": _pytest(str(path)) for path in marked}, seconds / 2)
+    return state.run_logged({f"gpu-1-{path.stem}.txt": _pytest(str(path)) for path in marked}, seconds)
 
 
 def _slug() -> str:

@@ -138,6 +138,8 @@ def alone(
         if "reason" in row:
             return row
         row |= memory(run, problem, meter)
+        for denominator in (side for name, side in sides.items() if name != contestant.name):
+            denominator()  # the contestant is warm
         times: dict[str, list[float]] = {name: [] for name in sides}
         deadline = time.perf_counter() + config.seconds
         for round_ in range(config.rounds):
