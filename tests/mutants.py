@@ -60,7 +60,8 @@ RECORD_SECONDS = 900.0  # for the tests of one file
 MARKERS = "not slow and not gpu and not vllm"
 KINDS = ["BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "AddNot", "NumberReplacer"]
 KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"]
-IN_VLLM = ["dapo_runner/rollout/receiver.py", "dapo_runner/rollout/vllm.py"]  # tested in vLLM's environment, not here
+# Tested on a GPU, by the emulation and in vLLM's environment, not here.
+ELSEWHERE = ["dapo_kernels/backends/cuda.py", "dapo_runner/rollout/receiver.py", "dapo_runner/rollout/vllm.py"]
 TRAINING = "tests/runner/test_*.py"
 ROOMS = {  # folder of the code → its tests; the longest folder that fits a file is its room
     "dapo_kernels": ["tests/kernels"],
@@ -73,7 +74,7 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
         f"dapo_runner/{room}": [f"tests/runner/{room}"]
         for room in ("algorithms", "data", "logging", "parallel", "policy", "rewards", "rollout", "tools")
     },
-    "dapo_runner/config": ["tests/runner/config", "tests/runner/algorithms/test_settings.py"],
+    "dapo_runner/config": ["tests/runner/config", "tests/runner/algorithms/test_settings.py", "tests/runner/tools"],
     "dapo_runner/checkpoint": ["tests/runner/test_checkpoint.py", "tests/runner/test_resume.py"],
     "dapo_runner/commands": [TRAINING, "tests/runner/tools/study/test_study.py"],
     "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
@@ -163,7 +164,7 @@ def draw(rooms: str | None, sample: int, seed: int) -> list[Mutant]:
     weights = {}
     for path in sorted(path for package in reached.PACKAGES for path in (ROOT / package).rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        if name in IN_VLLM or (rooms is not None and rooms not in room_of(name)):
+        if name in ELSEWHERE or (rooms is not None and rooms not in room_of(name)):
             continue
         for mutant in mutants_of(path):
             line = (mutant.path, mutant.line)

@@ -14,6 +14,7 @@ from refusals import refused
 from small import Dapo, Notes, write_recipe
 
 from dapo_runner.config import load_config
+from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.train import train
 
@@ -126,7 +127,14 @@ def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: di
     recipe, given = write_recipe(tmp_path, steps=1), arguments_of(ON_FILES, files)
     run = train(load_config(recipe, given), Notes())
     shutil.rmtree(files["MODEL"])
-    assert train(load_config(recipe, [*given, "run.steps=2"]), Notes()) == run
+    assert train(load_config(recipe, [*given, "run.steps=2"]), notes := Notes()) == run
+    assert not [line for line in notes.lines if line.startswith("algorithm: ")]
+
+
+def test_a_run_says_that_an_objective_is_no_algorithm(tmp_path: Path, start: Path) -> None:
+    config = load_config(write_recipe(tmp_path, start, steps=1), ["loss.objective=grpo"])
+    train(config, notes := Notes())
+    assert f"algorithm: {describe_algorithm(config)['algorithm']}" in notes.lines
 
 
 def test_a_machine_without_the_memory_is_refused() -> None:

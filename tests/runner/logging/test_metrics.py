@@ -262,6 +262,7 @@ def test_empty_panels_are_left_out_and_a_stack_survives_steps_that_generated_not
     events = [{"step": 1, **shares}, {"step": 2, "sampling/groups": 0}, {"step": 3, **shares}]
     (ax,) = draw(collect(events), "run").axes
     assert [bar.get_y() + bar.get_height() for bar in ax.containers[-1]] == pytest.approx([1.0, 1.0])
+    assert ax.get_ylim()[0] < 0.0 < 1.0 < ax.get_ylim()[1]  # shares of 0 and 1 are seen
 
 
 def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
         if number == stop_after:
             state, sampler = saved(sampler.state_dict()), fresh()
             sampler.load_state_dict(state)
+            assert sampler.in_flight == 0  # only asynchronous rollouts leave prompts in flight
         sampler.on_round = lambda n_groups, stats: seen.append((n_groups, stats["groups"]))
         before, n_rounds = len(engine.given), len(engine.asked)
         step = sampler.next(engine)
