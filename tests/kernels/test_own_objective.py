@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import weakref
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dapo_kernels import Objective, dapo_loss, linear_dapo_loss
-from dapo_kernels.objectives.own import OwnTokens
+from dapo_kernels.objectives.own import OwnTokens, may_be_compiled_in
 
 Loss = Callable[..., Tensor]
 ENTRIES = ("logits", "inplace", "linear", "policy")
@@ -247,3 +248,20 @@ def test_a_checkpoint_computes_its_module_once_more_only(backend: str) -> None:
     assert len(calls) == 1
     loss.backward()
     assert len(calls) == 2
+
+
+def test_which_functions_a_compiled_graph_may_contain() -> None:
+    """Others are traced, which takes a product more from hidden states."""
+    scale = 2.0
+
+    def plain(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
+        return -logprobs
+
+    def with_default(logprobs: Tensor, entropy: Tensor | None, tokens: Any, factor: float = 1.0) -> Tensor:
+        return -factor * logprobs
+
+    def closed_over(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
+        return -scale * logprobs
+
+    functions = (plain, with_default, closed_over, functools.partial(plain), None)
+    assert [may_be_compiled_in(function) for function in functions] == [True, False, False, False, False]
