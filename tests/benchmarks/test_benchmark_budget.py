@@ -23,8 +23,8 @@ def test_results_are_the_newest_of_their_kind() -> None:
 
 
 def test_every_result_is_linked() -> None:
-    """From the README, a page, or a JSON file's page."""
+    """From the README, CONTRIBUTING.md or a page."""
     root = BENCHMARKS.parent
-    text = "\n".join(page.read_text() for page in (root / "README.md", *(root / "docs").glob("**/*.md")))
+    text = "\n".join(page.read_text() for page in (*root.glob("*.md"), *(root / "docs").glob("**/*.md")))
     pages = {path.stem for path in (BENCHMARKS / "results").glob("*.md")}
     assert {page for page in pages if f"results/{page}." not in text} == set()
