@@ -93,6 +93,13 @@ def test_mistakes_are_one_line_and_exit_code_two(
     assert dapo.err.count("\n") == 1
 
 
+def test_without_a_command_the_commands_are_listed(dapo: Dapo, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "convert-answers" in dapo(code=2)
+    with pytest.raises(SystemExit):
+        main(["--steps"])
+    assert "COMMAND" in capsys.readouterr().err
+
+
 def test_eval_reports_any_checkpoint_the_newest_as_its_log_does(
     run: Path, dapo: Dapo, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from talkers import CHATML, chat_tokenizer
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dapo_runner.config import ConfigError
@@ -61,6 +62,7 @@ def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bo
         pytest.skip("trl, which has copies of models' templates, is not installed")
     tokenizer = chat_tokenizer(template_of(name))
     tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<pad> $A", special_tokens=[("<pad>", 0)])
     for tools, takes in ((None, takes_user), (TOOLS, takes_tool)):
         if not takes:
             with pytest.raises(ConfigError, match=r"^env\b"):

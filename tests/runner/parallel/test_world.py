@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import make_config
+from forks import CONTEXT
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -21,7 +23,7 @@ from refusals import refused
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
-from dapo_runner.parallel.watch import RankLostError
+from dapo_runner.parallel.watch import RankLostError, Watch
 from dapo_runner.parallel.world import Layout, RankError, World, make_layout, open_world
 
 HEADS = [(12, 3), (8, 2), (8, 4), (8, 8), (12, 6), (12, 12)]  # of queries, of keys: divisors of 4, multiples, neither
@@ -175,3 +177,34 @@ def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) 
         assert message.startswith("rank 1 on ")
         assert part in message
     assert sorted(is_first for *_, is_first in found) == [False, True]
+
+
+def publish_and_end(variables: dict[str, str], phase: str, end: Any) -> None:
+    os.environ |= variables
+    Watch().set_phase(phase)
+    end.wait()
+
+
+def test_of_two_dead_ranks_the_one_in_another_phase_is_named_also_if_it_ends_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    watch = Watch()
+    watch.set_phase("wait")
+    ends = [CONTEXT.Event() for _ in range(2)]
+    ends[1].set()
+    processes = [
+        CONTEXT.Process(target=publish_and_end, args=(variables | {"RANK": str(rank)}, phase, end))
+        for rank, phase, end in zip((1, 2), ("rollout", "wait"), ends, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    processes[1].join()
+    threading.Timer(0.3, ends[0].set).start()
+    found = str(watch.explain(dist.DistError("Connection closed by peer")))
+    assert "rank 1 on" in found
+    assert "ended in 'rollout'" in found
+    processes[0].join()
