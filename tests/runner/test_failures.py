@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 from typing import Any
@@ -192,6 +193,19 @@ def test_only_sigterm_gives_up_a_step_in_the_midst(number: signal.Signals, grace
     except StepGivenUpError:
         assert is_given_up
     assert stop.requested
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_what_may_not_be_given_up_is_not(has_failed: bool) -> None:
+    with StopRequest(grace=1e-9) as stop:
+        stop.expect_step(1000.0)
+        if has_failed:
+            with suppress(ValueError), stop.giving_up():
+                raise ValueError
+        send(SIGTERM)
+        assert stop.is_late
+        with pytest.raises(StepGivenUpError), stop.giving_up():
+            pass
 
 
 def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

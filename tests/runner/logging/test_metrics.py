@@ -244,6 +244,7 @@ def test_every_curve_is_drawn_with_its_values() -> None:
         assert ax.get_title(loc="left") == panel.title
         assert ax.get_xlabel()
         assert ax.get_ylabel()
+        assert ax.get_xlim() == (-0.5, 2.5)
         lines = [list(line.get_ydata()) for line in ax.lines]
         if panel.stacked:
             assert len(ax.containers) == sum(curve.key in points for curve in panel.curves)

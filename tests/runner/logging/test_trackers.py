@@ -131,6 +131,8 @@ def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path, s
     keys = {key for event in read_log(run / "timings.jsonl") for key in event}
     assert {"speed/tokens_per_second", "seconds/rollout"} <= keys
     assert [key for key in keys - {"step", "kind"} if not is_documented(key)] == []
+    wandb.refuse = True
+    dapo("train", write_recipe(tmp_path, start, steps=3), "logging.trackers=[wandb]")  # resumes without it
 
 
 def test_a_tracker_that_fails_ends_no_run(wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,7 @@ PROGRAMS = [
     ("a, b = map(int, input().split())\nprint(a + b)", SUMS, True),
     ("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')\nsys.exit(0)", SUMS, True),
     ("if __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))", SUMS, True),
+    ("import sys\nif 'rewards' not in sys.path[0]: print(sum(map(int, open(0).read().split())))", SUMS, True),
     ("print(3)", SUMS, False),
     ("print(3); 1 / 0", SUMS, False),
     ("", SUMS, False),
