@@ -98,7 +98,7 @@ def clip_hits(
     Example:
         >>> import torch
         >>> from dapo_kernels import OBJECTIVES, select
-        >>> logprobs, log_ratio = torch.full((3,), -1.0), torch.tensor([0.5, -0.5, 0.0])
+        >>> logprobs, log_ratio = torch.full((3,), -1.0), torch.tensor([0.7, -0.5, 0.0])
         >>> live = torch.ones(3, dtype=torch.bool)
         >>> (select.clip_hits(OBJECTIVES["clip_cov"], logprobs, log_ratio, torch.ones(3), live) != 0).tolist()
         [True, False, False]

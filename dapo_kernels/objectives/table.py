@@ -261,7 +261,13 @@ CISPO = replace(
 )
 LITE_PPO = replace(PPO, paper="Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221")
 REINFORCE = replace(PPO, surrogate="reinforce", paper="Williams 1992; Ahmadian et al. 2024, arXiv 2402.14740")
-CLIP_COV = replace(PPO, clip_cov=(2e-4, 1.0, 5.0), paper="Cui et al. 2025, arXiv 2505.22617, eq. 11")
+CLIP_COV = replace(
+    PPO,
+    clip_low=1.0,
+    clip_high=1.0,  # of the authors' script: no equation of the paper clips the ratio
+    clip_cov=(2e-4, 1.0, 5.0),
+    paper="Cui et al. 2025, arXiv 2505.22617, eq. 11",
+)
 KL_COV = replace(
     PPO,
     clip_low=1.0,

@@ -158,8 +158,8 @@ def sapo_paper(x: Flat, tau_positive: float = 1.0, tau_negative: float = 1.05) -
     return -mean(means)
 
 
-def clip_cov_paper(x: Flat, eps: float = 0.2) -> Tensor:
-    """Clip-Cov (arXiv 2505.22617) eq. 12: the PPO loss, and nothing for the tokens of the random index set."""
+def clip_cov_paper(x: Flat, eps: float = 1.0) -> Tensor:
+    """Clip-Cov (arXiv 2505.22617): r A, which the authors' script clips at 0 and 2; 0 for the random index set."""
     terms = [smaller(x.ratio(t), x.advantages[t], eps, eps) for t in x.tokens()]
     return -mean([0 * term if t in x.drawn else term for t, term in zip(x.tokens(), terms, strict=True)])
 

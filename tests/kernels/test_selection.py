@@ -106,7 +106,7 @@ def test_clip_cov_draws_evenly_and_from_its_generator_alone() -> None:
 
 CUTS: dict[str, dict[str, Any]] = {
     "top_entropy": {"top_entropy": 0.3},
-    "clip_cov": {"clip_cov": (0.2, 0.05, 3.0)},
+    "clip_cov": {"clip_cov": (0.2, 0.05, 3.0), "clip_low": 0.2, "clip_high": 0.2},
     "kl_cov": {"kl_cov": (0.25, 0.7)},
 }
 LENGTHS = (2, 12, 4)
