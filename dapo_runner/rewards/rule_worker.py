@@ -23,7 +23,7 @@ MATH_WINDOW = 2000  # characters at the end of a response that `math` reads
 SHOWN = 200  # characters of an extracted answer in a verdict
 ANSWER_WINDOW = 10_000  # characters at the end of a response that `reasoning_gym` reads
 ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
-FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 SCORE_SECONDS = 3600  # of CPU time; the deadline of a request is much shorter
 # What an evaluated answer may name, beside single letters. sympy imports itself.
@@ -65,8 +65,9 @@ def judge_json(text: str, answer: str) -> dict[str, Any]:
     from referencing.exceptions import Unresolvable
 
     validator = json_validator(answer)
+    blocks = [content for language, content in FENCED.findall(text) if language.lower() in ("", "json")]
     try:
-        value = json.loads((FENCED.findall(text) or [text])[-1], parse_constant=finite, parse_float=finite)
+        value = json.loads((blocks or [text])[-1], parse_constant=finite, parse_float=finite)
         shown = json.dumps(value, sort_keys=True, ensure_ascii=False)[:SHOWN]
     except (ValueError, RecursionError):
         return verdict("none")

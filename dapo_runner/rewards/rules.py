@@ -45,16 +45,11 @@ _REWRITES = (
 
 def answer_rule(text: str, answer: str) -> Verdict:
     """Compare the last `Answer: …` line after ``normalise``, as the DAPO recipe does (arXiv 2503.14476, its script)."""
-    line = _last_answer_line(text[-ANSWER_WINDOW:])
-    if line is None:
+    lines = _ANSWER_LINE.findall(text[-ANSWER_WINDOW:])
+    if not lines:
         return NO_ANSWER
-    extracted = normalise(line)
+    extracted = normalise(lines[-1])
     return Verdict(extracted == normalise(answer), extracted, "answer-line")
-
-
-def _last_answer_line(text: str) -> str | None:
-    lines = _ANSWER_LINE.findall(text)
-    return lines[-1] if lines else None
 
 
 def normalise(answer: str) -> str:
@@ -81,16 +76,16 @@ def normalise(answer: str) -> str:
 
 _MINUS = "-−﹣－"  # hyphen-minus, minus sign, their small and full-width forms
 _DASH = "‐‑–"  # hyphens and the en dash: a sign directly before a number, else punctuation
-_SIGN = rf"(?:[{_MINUS}][ \t]*|[{_DASH}](?=\\?\$?[0-9]))"
-_DIGITS = r"[0-9](?:[0-9.,]*[0-9])?"
+_SIGN = rf"(?:[{_MINUS}][ \t]*|[{_DASH}](?=\\?\$?\.?[0-9]))"
+_DIGITS = r"(?:(?<![\w.])\.)?[0-9](?:[0-9.,]*[0-9])?"
 # A number as written. It may be no number at all (1,2,3,4), or another one than its beginning (1/2).
 _WRITTEN = (
     rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][{_MINUS}+]?[0-9]+)?"
     rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
 )
 _NUMBER_LINES = {
-    "hash-line": re.compile(rf"####\s*({_WRITTEN})"),
-    "answer-line": re.compile(rf"(?i)Answer\s*:[^\n0-9]*?({_WRITTEN})"),
+    "hash-line": re.compile(rf"####\s*(?:{_WRITTEN}[^\n]*=\s*)?({_WRITTEN})"),
+    "answer-line": re.compile(rf"(?i)Answer\*{{0,2}}\s*:(?:[^\n]*=)?[^\n0-9]*?({_WRITTEN})"),
 }
 # A digit or comma on the left would start the match inside a longer number, a slash inside a fraction.
 _INTEGER = re.compile(r"(?<![0-9.,])(?<![0-9]/)(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?![0-9]|[.,/][0-9])")
@@ -149,12 +144,14 @@ def _compare_numbers(found: str, answer: str, rule: str) -> Verdict:
 
 # Letters and texts
 
+_MARKED_LINE = re.compile(r"(?i)Answer\*{0,2}\s*:\s*([^\n]+)")
 _EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
 # All repetitions are bounded, because a policy writes the text.
 _SAID = re.compile(
-    r"(?i:answer)[ \t]{0,3}(?i:is)?[ \t]{0,3}:?[ \t]{0,3}[*$(\[]{0,3}(?:\\(?:text|boxed)\{)?([A-Z])(?![A-Za-z0-9])"
+    r"(?i:answer)\*{0,2}[ \t]{0,3}(?i:is)?[ \t]{0,3}:?[ \t*$(\[\"'`\\]{0,6}"
+    r"(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9])"
 )
-_BOXED = re.compile(r"\\boxed\{[ \t]{0,3}[*(\[]{0,3}([A-Z])(?:[.):\]*][^{}]{0,90})?\}")
+_BOXED = re.compile(r"\\boxed\{[ \t]{0,3}(?:\\text\w{0,2}\{)?[*(\[]{0,3}([A-Z])(?:[.):\]*][^{}]{0,90})?\}")
 _ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")
 
 
@@ -192,8 +189,8 @@ def fuzzy_rule(text: str, answer: str, correct: float, incorrect: float) -> Verd
 
 def _plain_answer(text: str) -> tuple[str, str]:
     tail = text[-TEXT_WINDOW:]
-    line = _last_answer_line(tail)
-    return (_plain(tail), "whole") if line is None else (_plain(line), "answer-line")
+    lines = _MARKED_LINE.findall(tail)
+    return (_plain(lines[-1]), "answer-line") if lines else (_plain(tail), "whole")
 
 
 def _plain(text: str) -> str:

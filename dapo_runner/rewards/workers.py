@@ -44,7 +44,8 @@ _RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py"
 CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
 # It has none of this process's variables, which may hold keys. Hashes of strings are the same in every run.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
+_PYTHON = ("", "py", "python", "python3")  # languages of a block
 
 
 class WorkerError(Exception):
@@ -188,7 +189,8 @@ class CodeRule(WorkerRule):
         self.memory_mb = memory_mb
 
     def judge_one(self, text: str, answer: str) -> Verdict:
-        program, tests = (_FENCED.findall(text) or [text])[-1], read_tests(answer)
+        blocks = {bool(language): code for language, code in _FENCED.findall(text) if language.lower() in _PYTHON}
+        program, tests = blocks.get(True, blocks.get(False, text)), read_tests(answer)
         if isinstance(tests, str):
             token = secrets.token_hex(16)
             written, _ = self._run(program=program, tests=tests, token=token)
@@ -257,28 +259,27 @@ def _sandbox() -> tuple[str, ...]:
 
 
 def read_tests(answer: str) -> str | list[tuple[str, str]]:
-    """Return statements, also from a list as in MBPP, or pairs of input and output (TACO, APPS)."""
+    """Return statements, also from a list as in MBPP, or pairs of input and output (TACO, APPS). Raises ConfigError."""
 
     def join(value: Any) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    try:
+    tests: Any = None
+    with suppress(ValueError):
         tests = json.loads(answer)
-    except ValueError:
-        return answer
+    found: str | list[tuple[str, str]] = join(tests) if isinstance(tests, list) else answer
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
-        return list(zip(map(join, tests["inputs"]), map(join, tests["outputs"]), strict=True))
-    return join(tests) if isinstance(tests, list) else answer
+        found = list(zip(map(join, tests["inputs"]), map(join, tests["outputs"]), strict=True))
+    if not found or (isinstance(found, list) and tests.get("fn_name")):
+        raise ConfigError(f"reward code: expected statements or inputs and outputs of programs, got {answer[:80]!r}")
+    return found
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-@cache
-def open_rule(kind: str, workers: int, deadline: float) -> TextRule:
-    """Return the rule ``kind`` of this process. Raises ConfigError."""
-    return TextRule(kind, workers, deadline)
+open_rule = cache(TextRule)  # of this process
 
 
 def require_package(kind: str, user: str | None = None) -> None:

@@ -21,7 +21,7 @@ import pytest
 from refusals import refused
 
 from dapo_runner.rewards import workers
-from dapo_runner.rewards.workers import CodeRule, open_code
+from dapo_runner.rewards.workers import CodeRule, open_code, read_tests
 from dapo_runner.types import Verdict
 
 try:
@@ -91,6 +91,7 @@ THREAD = "import threading\nr = []\nt = threading.Thread(target=r.append, args=(
 PROGRAMS = [
     (HONEST, TESTS, True),
     (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
+    (f"```bash\nls\n```\nNow\n```Python3\r\n{HONEST}\n```\nprints\n```\n3\n```\nor\n```c++ -O\n4\n```", TESTS, True),
     ("def f(x: return", TESTS, False),
     (f"{DATACLASS}\ndef f(x): return x + A().x", TESTS, True),
     ("import numpy as np\ndef f(x): return int(np.array([x, 1]).sum())", TESTS, True),
@@ -113,6 +114,14 @@ def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> 
     verdicts = judge.judge_texts(programs, tests)
     assert [verdict.correct for verdict in verdicts] == list(expected)
     assert {verdict.rule for verdict in verdicts} == {"code", "crash"}  # one that ends with an error has crashed
+
+
+@pytest.mark.parametrize(
+    "tests", ["", "[]", '{"inputs": [], "outputs": []}', '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}']
+)
+def test_tests_that_would_pass_any_program_or_call_functions_are_refused(tests: str) -> None:
+    with refused("reward code"):
+        read_tests(tests)
 
 
 # Attacks
@@ -336,7 +345,7 @@ def test_a_program_that_does_not_end_is_killed_with_all_its_processes(judge: Cod
     verdicts = CodeRule(len(ENDLESS), 1.5, 512).judge_texts(list(ENDLESS), [TESTS] * len(ENDLESS))
     assert [verdict.rule for verdict in verdicts] == list(ENDLESS.values())
     for number in range(8):  # killed while bubblewrap prepares its namespaces
-        CodeRule(2, 0.003 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [""])
+        CodeRule(2, 0.003 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [TESTS])
     assert len(started) == len(ENDLESS) + 8
     wait_until(lambda: is_gone(started))
     flood = "import sys\nwhile True: sys.stdout.write('x' * 9999)"

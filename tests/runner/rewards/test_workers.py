@@ -83,6 +83,7 @@ SCHEMA = {
     [
         ('{"name": "aa", "age": 3}', True, "json-schema"),
         ('Here:\n```json\n{"name": "b"}\n```\nno:\n```\n{"name": "a"}\n```', True, "json-schema"),
+        ('```python\nx = 1\n```\nprints\n```JSON\r\n{"name": "a"}\n```', True, "json-schema"),
         ('{"name": "aa", "age": -3}', False, "json-schema"),
         ('{"age": 3}', False, "json-schema"),
         ("[1]", False, "json-schema"),
