@@ -168,7 +168,7 @@ class Scorer:
     def _sample(self, prompt: Prompt, completion: Completion, verdicts: Sequence[Verdict | None]) -> Sample:
         """Return a sample. Its verdict is the first that applies, its reward the weighted sum of all that apply."""
         if (reward := completion.environment_reward) is not None:
-            return self._shaped(completion, Verdict(reward >= 1, rule="environment", value=reward), reward)
+            return self._shaped(completion, Verdict(round(reward, 9) >= 1, rule="environment", value=reward), reward)
         found = {label: verdict for label, verdict in zip(self.rewards, verdicts, strict=True) if verdict is not None}
         if not found:
             uses = ", ".join(self.config.uses)

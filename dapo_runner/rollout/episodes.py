@@ -129,7 +129,8 @@ class EpisodeRunner:
         prompt, sampling, name = request.prompt, request.sampling, f"{request.sampling.seed}:{request.index}:{sample}"
         environment, episode, end, limit = self.make(), begin(torch.zeros(0).long()), "length", sampling.max_tokens
         try:
-            row = deepcopy({"answer": prompt.answer, **prompt.row})
+            truth = {"answer": prompt.answer} if prompt.answer and not isinstance(environment, ToolEnvironment) else {}
+            row = deepcopy({"answer": prompt.answer, **prompt.row, **truth})
             text = _checked(str | None, environment.reset(row), "a text or None from reset") or ""
             write = partial(self.template.open_episode, prompt.messages, text)
             for number in range(self.config.max_turns):

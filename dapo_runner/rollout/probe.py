@@ -89,6 +89,5 @@ class SyncProbe:
         (batches,) = pack_shares(sequences, self.token_budget, multiple=multiple)
         most = max(learner.world.all_gather_object(len(batches)))
         for batch in batches + [padding_batch(multiple)] * (most - len(batches)):
-            logprobs = learner.logprobs(batch).to(batch.mask.device)
-            mismatch += measure(logprobs, batch.old_logprobs, batch.mask)
+            mismatch += measure(learner.logprobs(batch).to(batch.mask.device), batch.old_logprobs, batch.mask)
         return mismatch

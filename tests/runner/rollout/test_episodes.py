@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
@@ -382,9 +382,30 @@ def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policy
     wanted = {"length": 12, "length_max": 12, "turns": 3, "environment_tokens": n - 12}
     assert {name: figures[f"batch/{name}"] for name in wanted} == wanted
     assert figures["batch/generation_prob"] == pytest.approx(np.exp(-1.0))
+    tenths = replace(run("Talker")[0][0], turns=(run("Talker")[0][0].turns[-1]._replace(reward=0.1),) * 10)
+    assert score([tenths]).samples[0].correct  # although they add up to less than 1
     ruled, wrong = score([run("Silent", ("x", "Answer: 7"))[0][0], run("Silent", ("Answer: 7", "x"))[0][0]]).samples
     assert (ruled.base_reward, ruled.verdict.extracted, wrong.base_reward) == (1.0, "7", -1.0)
     assert sorted(one.environment_reward for one in run(f"{__name__}:Half")[0]) == [0.0, 0.5]
+
+
+class Recorder(talkers.Silent):
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self.answer = row["answer"]
+        return super().reset(row)
+
+
+class RecorderOfTrl:
+    def reset(self, answer: str) -> None:
+        self.answer = answer
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("Recorder", "7"), ("RecorderOfTrl", "3 + 4 is\n#### 7")])
+def test_a_game_gets_the_reference_answer_and_an_environment_of_trl_the_column(kind: str, answer: str) -> None:
+    engine = Scripted(tokenizer := chat_tokenizer(), SPOKEN)
+    given = make_requests([prompt_of(tokenizer, answer="3 + 4 is\n#### 7")], SAMPLING)
+    ((found, *_),) = EpisodeRunner(config_of(f"{__name__}:{kind}"), tokenizer)(engine, given, DEFAULT_OPTIONS)
+    assert found.environment.answer == answer
 
 
 def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> None:
