@@ -27,8 +27,8 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-class StepGivenUpError(Exception):
-    """The step was abandoned: it would have ended only after the process was killed."""
+class StepGivenUpError(BaseException):
+    """The step was abandoned, to end before a kill. It is not an Exception, so that no reward function catches it."""
 
 
 class StopRequest:

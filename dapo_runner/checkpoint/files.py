@@ -101,15 +101,14 @@ def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Ite
     try:
         yield
     except (OSError, SafetensorError) as error:
-        message = f"cannot write {path}: {error}"
 
         def describe() -> str:
-            _remove_unfinished(checkpoints, ignore_errors=True)
+            _remove_unfinished(checkpoints)
             latest = latest_checkpoint(checkpoints)
-            last = f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
-            return f"{message}; {last}"
+            return f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
 
-        raise CheckpointError(world.broadcast_from_rank0(describe)) from error
+        last = world.broadcast_from_rank0(describe)
+        raise CheckpointError(f"cannot write {path}: {error}; {last}") from error
 
 
 def begin(final: Path) -> Path:
@@ -123,9 +122,9 @@ def begin(final: Path) -> Path:
     return unfinished
 
 
-def _remove_unfinished(checkpoints: Path, *, ignore_errors: bool = False) -> None:
+def _remove_unfinished(checkpoints: Path) -> None:
     for leftover in checkpoints.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(leftover, ignore_errors=ignore_errors)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int) -> None:
@@ -139,8 +138,8 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
     _move_into_place(unfinished)
     for old in find_checkpoints(unfinished.parent)[:-keep]:
-        # Renamed first: after a kill the next save removes the rest.
-        shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + UNFINISHED)))
+        # Renamed first: after a kill or an error the next save removes the rest.
+        shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + UNFINISHED)), ignore_errors=True)
 
 
 def entry_of(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class BackgroundSaves:
 
     def finish(self) -> Checkpoint | None:
         """Wait for the save in progress and return its result; None without one. Raises CheckpointError."""
+        wait(filter(None, [self._pending]))  # it stays pending if a signal ends the wait
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -61,11 +62,8 @@ def watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     for folder in options.run:
         if not folder.is_dir():
             print(f"{folder}: no run yet; the page shows it once it starts", flush=True)
-    with server:
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
     return 0
 
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.errors import RunError
+from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.parallel.watch import Watch, launched
 
 T = TypeVar("T")
@@ -166,7 +168,7 @@ class World:
         outcomes[0] = outcome  # keeps its traceback
         return [each.value() for each in outcomes]
 
-    def portable_error(self, error: Exception) -> Exception:
+    def portable_error(self, error: BaseException) -> BaseException:
         """Return ``error``, or a RankError with its text if it cannot be pickled."""
         return _Outcome(None, error).portable(self).error or error
 
@@ -198,22 +200,20 @@ class _Outcome(NamedTuple):
     """A result, or the exception that was raised instead."""
 
     result: Any
-    error: Exception | None
+    error: BaseException | None
 
     @staticmethod
     def of(work: Callable[[], Any]) -> _Outcome:
         try:
             return _Outcome(work(), None)
-        except Exception as error:  # raised again by `value`
+        except (Exception, StepGivenUpError) as error:  # raised again by `value`
             return _Outcome(None, error)
 
     def portable(self, world: World) -> _Outcome:
         """Return the same outcome with an exception that can be pickled."""
-        try:
+        with suppress(Exception):
             if self.error is None or str(pickle.loads(pickle.dumps(self.error))) == str(self.error):
                 return self
-        except Exception:
-            pass
         return _Outcome(None, RankError(f"{world.name}{type(self.error).__name__}: {self.error}"))
 
     def value(self) -> Any:

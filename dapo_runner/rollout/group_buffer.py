@@ -71,7 +71,7 @@ class SampledStep:
 
     @property
     def generated(self) -> int:
-        """Number of tokens that the engine generated for this step, including those of dropped groups."""
+        """Number of tokens of this step's rollouts, including dropped groups but not those without a reward."""
         return self.stats["generated"] + self.continued
 
 

@@ -32,7 +32,7 @@ class _Share(NamedTuple):
     requests: list[RolloutRequest]
     options: CallOptions = DEFAULT_OPTIONS
     is_end: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RolloutWorker:
             return None
         try:
             result = work()
-        except Exception as error:
+        except (Exception, StepGivenUpError) as error:
             self._send([_Share([], is_end=True, error=self.world.portable_error(error))] * self.world.size)
             raise
         self._send([_Share([], is_end=True)] * self.world.size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 
 import torch
@@ -27,6 +27,7 @@ class RunContext:
     progress: Progress
     clock: StepClock
     lock: TextIOWrapper | None
+    opened: ExitStack = field(default_factory=ExitStack)  # closed if the start of the run fails
 
     def close(self, error: BaseException | None) -> None:
         """Close everything. ``error`` is what ended the run, or None. May raise RankLostError."""
@@ -40,6 +41,7 @@ class RunContext:
         try:
             yield
         except BaseException as error:
+            self.opened.close()
             self.close(error)
             raise
 

@@ -61,19 +61,20 @@ def open_run(config: Config, progress: Progress) -> Run:
     resolve_objective(config)
     context = open_context(config, progress)
     with context.closed_on_error():
+        for part, choice in describe_algorithm(config).items():
+            context.progress.note(f"{part}: {choice}")
         return _open_run(config, context)
 
 
 def _open_run(config: Config, context: RunContext) -> Run:
     world, note, device = context.world, context.progress.note, context.device
-    for part, choice in describe_algorithm(config).items():
-        note(f"{part}: {choice}")
     start = world.broadcast_from_rank0(lambda: find_start(config, config.run_dir))
     source = world.broadcast_from_rank0(lambda: _start_model(config, start, context.progress))
     dataset = build_dataset(config, source, context)
     learner = build_learner(config, start.checkpoint, context)
     sampler = build_sampler(config, dataset, context.progress)
     engine = world.run_or_raise_everywhere(lambda: engine_class(config).load(source, config, device, world, note))
+    context.opened.callback(engine.close)
     trackers = open_trackers_on_rank0(config, start, context)
     # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
     seed_generators(config.run.seed)
@@ -151,9 +152,8 @@ def seed_generators(seed: int) -> None:
 
 
 def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
-    is_resumed, note = not start.is_new, context.progress.note
-    first_step = start.keep_log_through + 1
-    return context.world.run_on_rank0(lambda: Trackers(config, first_step, note, is_resumed))
+    first_step, note = start.keep_log_through + 1, context.progress.note
+    return context.world.run_on_rank0(lambda: Trackers(config, first_step, note, is_resumed=not start.is_new))
 
 
 def open_log(
@@ -163,19 +163,13 @@ def open_log(
 
     def open_here() -> RunLog:
         assert trackers is not None  # on rank 0
-        log = RunLog(
-            config,
-            trackers,
-            first_step=start.last_completed_step,
-            keep_through=start.keep_log_through,
-            tokenizer=tokenizer,
-            note=context.progress.note,
-        )
+        done, kept, note = start.last_completed_step, start.keep_log_through, context.progress.note
+        log = RunLog(config, trackers, first_step=done, keep_through=kept, tokenizer=tokenizer, note=note)
         if start.checkpoint is not None:
             log.changes(start.changes)
             write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none
             for change in start.changes:
-                context.progress.note(f"from step {start.last_completed_step + 1} on {change}")
+                note(f"from step {done + 1} on {change}")
         return log
 
     return context.world.run_on_rank0(open_here)

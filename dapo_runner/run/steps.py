@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from dapo_runner.algorithms.advantage import make_sequences
@@ -71,7 +73,7 @@ class Run(TrainingRun):
         sources = {"reward": self.score} | ({"env": self.worker.episodes} if self.worker.episodes else {})
         figures: dict[str, float] = {}
         for area, source in sources.items():
-            for warning in source.take_warnings():
+            for warning in chain(*self.world.all_gather_object(source.take_warnings())):
                 self.progress.note(warning)
             counts = self.world.all_gather_object(source.take_counts())
             names = dict.fromkeys(name for part in counts for name in part)
@@ -230,9 +232,8 @@ class Run(TrainingRun):
             return
         with self.clock.phase("evaluate"):
             score, episodes = self.score.unshaped(), self.worker.episodes and self.worker.episodes.uncounted()
-            worker = replace(
-                self.worker, score=score, tree=None, episodes=episodes, clock=StepClock(), stop=StopRequest()
-            )
+            worker = replace(self.worker, score=score, tree=None, episodes=episodes, clock=StepClock())
+            self.stop.expect_step(math.inf)  # a step that is trained is saved before a kill; a resume evaluates it
             result = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
             metrics = self.world.broadcast_from_rank0(lambda: self._log_evaluation(step, result))
         self.early_stop.observe(step, prefixed("eval", metrics))

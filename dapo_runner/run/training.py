@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -10,7 +11,7 @@ from typing_extensions import Self
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.checkpoint import BackgroundSaves, Resumable, save_checkpoint, take_snapshot
+from dapo_runner.checkpoint import BackgroundSaves, CheckpointError, Resumable, is_whole, save_checkpoint, take_snapshot
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
@@ -148,13 +149,15 @@ class TrainingRun:
         already in progress finishes as long as no rank is killed.
         """
         step, note = self.last_completed_step, self.progress.note
-        if not (self.world.is_single_process or isinstance(error, Exception)):
+        if not (self.world.is_single_process or isinstance(error, (Exception, StepGivenUpError))):
             return
         if isinstance(error, StepGivenUpError):
             note(f"step {step + 1} is abandoned: {error}")
         try:
-            self.finish_saving()
-            if step == self.saved_step:
+            with suppress(CheckpointError):  # this step may still be saved
+                self.finish_saving()
+            path = self.folder / CHECKPOINTS / f"step_{step:06d}"
+            if step == self.saved_step or (self.world.is_single_process and is_whole(path)):
                 return
             if self.is_updating:
                 note(f"stopped during an update: the last checkpoint is of step {self.saved_step}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from safetensors import safe_open
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import (
+    BackgroundSaves,
     Checkpoint,
     CheckpointError,
     checkpoint_to_resume,
@@ -27,6 +31,7 @@ from dapo_runner.checkpoint import (
 )
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -95,6 +100,20 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
         assert torch.equal(tensor, resumed.master.tensors[name]), name
     if dtype == "float16":
         assert len({found["loss_scale"] for found in expected}) > 1
+
+
+def test_a_wait_that_a_signal_ends_can_be_repeated(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (go_on.wait(60), fsync(file))[1])
+    saves = BackgroundSaves(SINGLE_PROCESS, timeout=60.0)
+    saves.start(tmp_path, 1, parts[0], take_snapshot(parts[1]), keep=1)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        saves.finish()
+    go_on.set()
+    assert saves.finish() == Checkpoint(tmp_path / "step_000001", 1)
 
 
 def test_sampler_and_every_generator_come_back(parts: Parts, tmp_path: Path) -> None:

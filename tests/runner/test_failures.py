@@ -4,10 +4,14 @@ happened: an error in any phase, Ctrl-C, SIGTERM, an engine that is out of sync.
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import threading
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 from typing import Any
@@ -21,14 +25,15 @@ from small import AtPhase, Notes, config_in, events_of, steps_of
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.config import Config
+from dapo_runner.config import Config, ConfigError
 from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.logging.metrics import METRICS_FILE, read_log
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.train import train
 
 Ending = tuple[str, int, list[signal.Signals], int | None]  # phase, the how-manieth, signals, the step that is saved
+CALLS = count()
 STEADY: dict[str, Any] = {"filter_groups": False}  # every step samples in one round and makes two updates
 
 
@@ -177,6 +182,77 @@ def test_a_step_that_would_end_too_late_is_given_up(whole: Path, tmp_path: Path,
     assert not any(str(given_up.value) in line for line in kept)
     assert all(str(given_up.value) in line for line in abandoned)
     assert without_sync(train(late, Notes())) == without_sync(whole)
+
+
+def test_an_evaluation_that_would_end_too_late_is_made_up_for(whole: Path, tmp_path: Path, start: Path) -> None:
+    late = rare(tmp_path, start, run={"grace": 1e-9})
+    with pytest.raises(StepGivenUpError):
+        train(late, AtPhase("evaluate", 2, lambda: send(SIGTERM)))
+    assert saved_steps(tmp_path) == [2]
+    assert [event["step"] for event in events_of(tmp_path / "small", "eval")] == [0]
+    assert without_sync(train(late, Notes())) == without_sync(whole)
+
+
+def parity(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
+    """A reward whose fifth call, in step 2, is terminated and catches what it can."""
+    with suppress(Exception):
+        if next(CALLS) == 4:
+            send(SIGTERM)
+    return [float(len(one.text) % 2) for one in completions]
+
+
+def test_a_reward_function_cannot_catch_the_end_of_its_step(tmp_path: Path, start: Path) -> None:
+    run = {"grace": 1e-9, "eval_every": 0}
+    late = rare(tmp_path, start, run=run, data={"eval_size": 0}, reward={"kind": "test_failures:parity"})
+    with pytest.raises(StepGivenUpError):
+        train(late, Notes())
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_complete_checkpoint_is_not_written_again(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, and a second one while the old checkpoint is removed."""
+    rmtree, written = shutil.rmtree, []
+
+    def interrupted(path: Path, **options: Any) -> None:
+        if path.name == "step_000001.unfinished" and not written:
+            written.append(path.with_name("step_000002").stat().st_mtime_ns)
+            send(SIGINT, SIGINT)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(rare(tmp_path, start, run={"save_every": 1, "keep": 1}), Notes())
+    (newest,) = find_checkpoints(tmp_path / "small" / CHECKPOINTS)
+    assert [newest.path.stat().st_mtime_ns] == written
+
+
+def test_a_save_that_failed_in_the_background_does_not_cost_the_next_step(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, failed = os.fsync, []
+
+    def fail_once(file: int) -> None:
+        if not failed and threading.current_thread() is not threading.main_thread():
+            failed.append(file)
+            raise OSError(errno.ENOSPC, "no space left")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(LostError):
+        train(rare(tmp_path, start, run={"async_save": True, "save_every": 2}), AtPhase("sync", 9, send))
+    assert failed
+    assert saved_steps(tmp_path) == [3]
+
+
+def test_a_start_that_fails_releases_the_servers(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
+    config = on_servers(tmp_path, model_folder, servers)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / METRICS_FILE).write_text("no line of JSON\n")
+    with pytest.raises(ConfigError):
+        train(config, Notes())
+    assert all(server.seen("/dapo/release") == 1 for server in servers)
 
 
 @pytest.mark.parametrize(

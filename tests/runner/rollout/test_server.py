@@ -211,6 +211,7 @@ def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, poli
     assert sorted(map(min, versions)) == sorted(map(max, versions))
     assert {min(own) for own in versions} == {1, 2}
     assert {body["mode"] for path, body, _ in fleet[0].asked if path == "/pause"} == {"wait"}
+    assert engine.transfer.pause_within == engine.answer_within  # of which earlier rounds take a part
 
 
 def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:

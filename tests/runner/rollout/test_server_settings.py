@@ -53,5 +53,5 @@ def test_other_ranks_wait_for_as_long_as_servers_may_drain() -> None:
             check_needs(make_config(rollout={"engine": "server", "partial": False, **AHEAD}, **sections), layout)
         return re.findall(r"^parallel\.timeout: \D*(\d+)", str(raised.value), re.MULTILINE)
 
-    assert least_timeout(Layout(2, 2)) == ["3000"]
-    assert least_timeout(Layout()) + least_timeout(Layout(2, 2), parallel={"timeout": 3000.0}) == []
+    assert least_timeout(Layout(2, 2)) == ["4800"]
+    assert least_timeout(Layout()) + least_timeout(Layout(2, 2), parallel={"timeout": 4800.0}) == []
