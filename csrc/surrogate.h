@@ -68,7 +68,7 @@ DAPO_HOST_DEVICE TokenLoss cispo_term(float logprob, float log_ratio, float adva
   if (advantage == 0.0f) return out;
   const float ratio = expf(log_ratio);
   out.d_logprob = -clamp_ratio(ratio, o) * advantage;
-  out.value = out.d_logprob * logprob;
+  out.value = out.d_logprob == 0.0f ? 0.0f : out.d_logprob * logprob;  // a log-prob of -inf: not 0 * -inf
   out.hit = ratio < o.ratio_min ? kClipLow : (ratio > o.ratio_max ? kClipHigh : kClipNone);
   return out;
 }
@@ -110,7 +110,7 @@ DAPO_HOST_DEVICE TokenLoss dppo_term(float logprob, float log_ratio, float advan
   const float ratio = expf(log_ratio);
   if (ratio > o.dual_clip) out.hit = kClipDual;
   out.d_logprob = -(ratio > o.dual_clip ? o.dual_clip : ratio) * advantage;
-  out.value = out.d_logprob * logprob;
+  out.value = out.d_logprob == 0.0f ? 0.0f : out.d_logprob * logprob;  // a log-prob of -inf: not 0 * -inf
   return out;
 }
 

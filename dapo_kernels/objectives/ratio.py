@@ -4,7 +4,7 @@ With δ_t = ℓ_t − ℓ_old,t and n_i live tokens in sequence i (GSPO, eq. 7 a
 
     token             δ_t
     sequence          s_i = Σ δ_t / n_i, with gradients through all tokens of i
-    sequence_token    value s_i, gradient of the token's own ratio: sg[s_i − ℓ_t] + ℓ_t
+    sequence_token    value s_i, gradient of the token's own ratio: sg[s_i] + (ℓ_t − sg[ℓ_t])
     sequence_clipped  Σ c_t / n_i, c_t = min(δ_t, log(1 + clip_high)) for A > 0 and max(δ_t, log(1 − clip_low)) for
                       A < 0 (GMPO): already within the clip range, so that the surrogate clips nothing
 """
@@ -34,12 +34,11 @@ def log_ratio(
     if level == "token":
         return None if old_logprobs is None else logprobs - old_logprobs
     assert sequence_ids is not None
-    old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    delta = logprobs - old_logprobs
+    delta = _zeros_of(logprobs) if old_logprobs is None else logprobs - old_logprobs
     if level == "sequence_clipped":
         delta = _clipped(objective, delta, advantages)
     mean = _sequence_means(delta, live, sequence_ids, n_sequences)
-    return (mean - logprobs).detach() + logprobs if level == "sequence_token" else mean
+    return mean.detach() + _zeros_of(logprobs) if level == "sequence_token" else mean
 
 
 def clipped_log_ratio(
@@ -78,6 +77,12 @@ def sequence_weight(
         distance = -_sequence_means(delta, live, sequence_ids, n_sequences)
         weight = torch.where((advantages < 0) & (distance > objective.off_policy_mask), 0.0, weight)
     return weight
+
+
+def _zeros_of(logprobs: Tensor) -> Tensor:
+    """Return zeros with the gradient of ``logprobs``. A log-prob of −∞ gets none: −∞ + ∞ would be NaN."""
+    finite = torch.where(logprobs == -math.inf, 0.0, logprobs)
+    return finite - finite.detach()
 
 
 def _sequence_means(values: Tensor, live: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:

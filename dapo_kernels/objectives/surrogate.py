@@ -87,7 +87,7 @@ def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip
     ratio = ops.exp(log_ratio)
     slope = -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
     hit = ops.where(ratio < 1.0 - clip_low, CLIPPED_LOW, ops.where(ratio > 1.0 + clip_high, CLIPPED_HIGH, 0))
-    idle = advantage == 0
+    idle = (advantage == 0) | (slope == 0)  # a log-prob of −∞ must not give 0 · −∞
     return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
 
 
@@ -97,7 +97,7 @@ def dppo_term(logprob: Any, log_ratio: Any, advantage: Any, above: Any, below: A
     ratio = ops.exp(log_ratio)
     slope = -ops.clamp(ratio, 0.0, dual_clip) * advantage
     hit = ops.where((advantage > 0) & above, CLIPPED_HIGH, ops.where((advantage < 0) & below, CLIPPED_LOW, 0))
-    idle = (advantage == 0) | (hit > 0)
+    idle = (advantage == 0) | (hit > 0) | (slope == 0)  # a log-prob of −∞ must not give 0 · −∞
     hit = ops.where((ratio > dual_clip) & ~idle, CLIPPED_DUAL, hit)
     return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), hit
 

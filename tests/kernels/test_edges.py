@@ -13,7 +13,7 @@ from entries import call
 from oracle import Options
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_token_logprobs, token_logprobs, use_backend
+from dapo_kernels import OBJECTIVES, dapo_loss, linear_token_logprobs, token_logprobs, use_backend
 
 
 @pytest.mark.parametrize("vocab", [257, 50257])
@@ -140,6 +140,13 @@ def test_an_impossible_target(backend: str, advantage: float) -> None:
     assert out.loss.item() == pytest.approx(-advantage, rel=1e-6)
     assert bool(torch.isfinite(grads["logits"]).all())
     assert float(out.metrics["ratio"]) == 4
+    for name, row in OBJECTIVES.items():
+        if row.kl_coef == 0:  # a KL estimate would be infinite
+            for on_policy in (False, name != "spo"):
+                how = {"length_norm": 9.0} if name == "dr_grpo" else {}
+                out, grads = call("logits", case, name, on_policy=on_policy, **how)
+                assert not bool(out.loss.isnan())
+                assert bool(torch.isfinite(grads["logits"]).all())
 
 
 @pytest.mark.parametrize(

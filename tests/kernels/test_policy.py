@@ -133,6 +133,14 @@ def test_around_an_edge(backend: str, edge: float, advantage: float) -> None:
     assert seen == ({False, True} if acts else {False})
 
 
+def test_all_tokens_of_a_sequence_have_its_ratio(backend: str) -> None:
+    """Not one rounded like each token's log-prob: GSPO's clip range is narrow."""
+    logprobs, bounds = torch.linspace(-30.0, -0.1, 40), torch.tensor([0, 40], dtype=torch.int32)
+    given: Any = (logprobs, logprobs - 3.997e-4, torch.ones(40))
+    outs = [policy_loss(*given, objective=name, cu_seqlens=bounds) for name in ("gspo", "gspo_token")]
+    assert dict(outs[0].metrics) == dict(outs[1].metrics)
+
+
 def test_vespo_far_from_the_old_policy_weighs_nothing(backend: str) -> None:
     for far in (60.0, -60.0):
         logprob, old = apart(far, -2.0)
