@@ -122,8 +122,10 @@ class Default(NamedTuple):
 CUDA_DEFAULTS = (Default("triton"),)
 
 _forced: ContextVar[str | None] = ContextVar("dapo_kernels.use_backend", default=None)
-# The same for torch.compile, which does not read context variables, but guards a graph on a global.
+# The same for torch.compile, which does not read context variables, but guards a graph on a global: the last of the
+# contexts of all threads and tasks that are open.
 _forced_last: str | None = None
+_open: dict[int, str] = {}
 _reasons: dict[str, str | None] = {}  # why a backend cannot run here, determined once
 _loaded: dict[str, Backend] = {}
 
@@ -152,6 +154,7 @@ def available_backends() -> dict[str, str | None]:
 def use_backend(name: str) -> Iterator[None]:
     """Use one backend for all calls inside this context, in this thread or asynchronous task.
 
+    Calls compiled by ``torch.compile`` use that of the last open context in the whole process, of any thread or task.
     A backward pass uses the backend of its forward pass.
 
     Args:
@@ -175,12 +178,14 @@ def use_backend(name: str) -> Iterator[None]:
     if (why := _why_not(name)) is not None:
         raise RuntimeError(f"use_backend: backend {name!r} cannot run: {why}")
     global _forced_last
-    token, _forced_last = _forced.set(name), name
+    token = _forced.set(name)
+    _open[id(token)] = _forced_last = name
     try:
         yield
     finally:
         _forced.reset(token)
-        _forced_last = _forced.get()
+        del _open[id(token)]
+        _forced_last = [None, *_open.values()][-1]
 
 
 def backend_for(

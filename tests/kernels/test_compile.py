@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,6 +136,17 @@ def test_backends_agree_inside_one_process() -> None:
     for name in ("torch", "cpp", "torch"):
         with use_backend(name):
             assert torch.equal(run(**given).logprobs, function(**given).logprobs)
+
+
+def test_the_context_of_another_thread_ends_none_but_itself() -> None:
+    def served(x: Tensor) -> Tensor:
+        return x + len(registry.backend_for("dapo_loss", x.device, x.dtype))
+
+    run, other = compiled(served, "eager"), use_backend("torch")
+    with use_backend("torch"), ThreadPoolExecutor(1) as pool:
+        pool.submit(other.__enter__).result()
+        pool.submit(other.__exit__, None, None, None).result()
+        assert run(torch.zeros(())) == len("torch")
 
 
 def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
