@@ -37,7 +37,7 @@ IsSame = Callable[[str, Mapping[str, int], str], bool | None]
 """Return whether a LaTeX expression, with values for its letters, equals the answer; None if it cannot be evaluated."""
 
 _HEADING = re.compile(rf"^[#*\s]*({'|'.join(HEADINGS)})\b[^\n]*$", re.MULTILINE | re.IGNORECASE)
-_VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?![\d./^])")
+_VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?!\d|[/^]|\.\d)")
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _ROOT = re.compile(r"\\sqrt\s*\{?\s*([A-Za-z])\s*\}?")
@@ -80,7 +80,7 @@ def read_reply(text: str) -> Reply:
 
 def as_integer(text: str) -> int | None:
     """Return the integer in `$1{,}234$`, `\\boxed{19}` or `**-3**`; None for any other text."""
-    bare = re.sub(r"\\boxed|\{,\}|,(?=\d{3}(?!\d))|\\[!,;]|[${}*\s]", "", text.strip()).rstrip(".")
+    bare = re.sub(r"\\boxed|\{,\}|,(?=\d{3}(?!\d))|\\[!,;]|[${}*]|(?<=-)\s+", "", text).strip().rstrip(".")
     return int(bare) if re.fullmatch(r"-?\d+", bare, re.ASCII) else None
 
 

@@ -78,8 +78,7 @@ class SftRun(TrainingRun):
             sequences = self._sequences(self.examples.heldout)
             batches = self.learner.pack(sequences)[self.world.data_rank]
             local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
-            total = math.fsum(self.world.gather_shares(local))
-            loss = -total / count_training_tokens(sequences)
+            loss = -math.fsum(self.world.gather_shares(local)) / count_training_tokens(sequences)
         self._log(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)})
         self.progress.note(f"after step {step}: held-out loss {loss:.4f}")
 

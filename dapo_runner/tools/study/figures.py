@@ -60,8 +60,7 @@ def draw_figure(figure: FigureConfig, study: StudyConfig, found: Found, folder: 
             if (lines := differences(runs[name], runs[base])) is not None:
                 _draw_mean(ax, *lines, colors[name], labels[name], with_seeds=True)
         column[-1].set_xlabel(AXES[figure.x], fontsize=8)
-    drawn = {str(line.get_label()): line for ax in canvas.axes for line in ax.lines}
-    named = {label: line for label, line in drawn.items() if not label.startswith("_")}
+    named = {label: line for ax in canvas.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     canvas.legend(named.values(), named, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     canvas.savefig(folder / f"{figure.name}.png")
     return folder / f"{figure.name}.png"

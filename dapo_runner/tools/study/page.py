@@ -29,7 +29,7 @@ from dapo_runner.tools.study.runs import Failure
 
 PAGE, VALUES = "study.md", "study.json"
 NONE = "–"
-BUDGETS = {"after": "equal updates", "at_equal_tokens": "equal tokens"}  # accuracies for comparisons
+BUDGETS = ("after", "at_equal_tokens")  # accuracies for comparisons
 # Heading → format of its mean ("" for an accuracy) and names of values: one, or a first and a last mean.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "before": ("", "before"),
@@ -120,7 +120,9 @@ def _comparisons(study: StudyConfig, table: Table) -> str:
         rows.append([labels[name], labels[other]])
         for key in ((name, budget) for budget in BUDGETS):
             rows[-1] += [_difference(tests[key]), _p(ps.get(key)), _p(corrected.get(key))]
-    heads = [f"{head}{budget}" for budget in BUDGETS.values() for head in ("", "p, ", "Holm, ")]
+    n_updates = {run["updates"] for runs in table.values() for run in runs.values()}
+    named = "equal updates" if len(n_updates) == 1 else "at the end", "equal tokens"
+    heads = [f"{head}{budget}" for budget in named for head in ("", "p, ", "Holm, ")]
     return _markdown(["", "compared with", *heads], rows)
 
 

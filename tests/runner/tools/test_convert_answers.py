@@ -38,7 +38,7 @@ def reply(
 
 def test_what_is_read_from_a_reply() -> None:
     found = Reply("k-m\\sqrt{n}", f"{CIRCLE} {ASKED}", {"k": 11, "m": 2, "n": 6}, "k+m+n", 19)
-    assert read_reply(reply()) == found
+    assert read_reply(reply(values="k=11, m=2, n=6.")) == read_reply(reply()) == found
     assert read_reply(reply(form="It is \\(k-m\\sqrt{n}\\).", quantity="k+m+n", final="$\\boxed{19}$.")) == found
     assert CIRCLE in request(CIRCLE, "{problem}")[0]["content"]
     assert request(CIRCLE, "{problem}")[0]["content"].endswith("Given answer:\n{problem}")
@@ -61,7 +61,7 @@ def test_what_is_no_reply(text: str, section: str) -> None:
 def test_integers() -> None:
     integers = {"19": 19, "$-3$": -3, "1,234": 1234, "$1{,}234$": 1234, "**7**": 7, "\\boxed{0}": 0, "336^\\circ": None}
     assert {text: as_integer(text) for text in integers} == integers
-    assert [as_integer(text) for text in ("1.5", "x", "", "1,2", "2^3", "\\frac{1}{2}", "٣")] == [None] * 7
+    assert [as_integer(text) for text in ("1.5", "x", "", "1,2", "2^3", "\\frac{1}{2}", "٣", "1 2")] == [None] * 8
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
         *("plain", "+15.0 ± 5.0 (-48.5 to +78.5)", "0.205", "0.410"),
         *("-15.0 ± 25.0 (-332.7 to +302.7)", "0.656", "0.656"),
     ]
+    assert comparisons[""][1] == "equal updates"
     assert comparisons["short"] == ["plain", "-40.0", "–", "–", "-40.0", "–", "–"]
     assert "plain" not in comparisons
     assert re.search(r"\bshort\b.* 5\b.*exit code 1: no luck$", page, re.MULTILINE)
@@ -149,6 +151,10 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
     assert (tmp_path / "s/f.png").stat().st_size > 10_000
     runs_of_page = json.loads((tmp_path / "s/study.json").read_text())
     assert len(runs_of_page) == 5
+    fewer = replace(results[0], axes=results[0].axes | {"updates": {0: 0, 4: 7}})
+    page = write_page(study, [fewer, *results[1:]], []).read_text()
+    assert "equal updates" not in page
+    assert "| at the end |" in page
     for run in runs_of_page:  # what a picture draws can be drawn again
         assert run["axes"]["step"] == [0, 1, 2, 3, 4]
         assert run["axes"]["tokens"][-1] == run["tokens"]
