@@ -40,7 +40,8 @@ class LossOutput(NamedTuple):
 
     ``loss`` is 0-d and carries the gradient. ``logprobs`` and ``entropy`` are detached, in the layout of
     ``target_ids``, 0 on dead tokens; ``entropy`` is ``None`` if it was not computed. ``metrics`` are sums over live
-    tokens, computed when they are first read; see ``summarize``.
+    tokens, computed when they are first read; see ``summarize``. Read them before you change an input through a NumPy
+    array that shares its memory: that change is not noticed.
 
     Example:
         >>> import torch
@@ -116,7 +117,7 @@ def dapo_loss(
         selection: with ``top_entropy``, ``clip_cov`` or ``kl_cov``, the selected tokens (bool, per token), computed
             beforehand over the whole batch (``dapo_kernels.select``), so that it does not depend on micro-batches;
             ``top_entropy`` also takes the entropy threshold as a number. Default: None.
-        generator: for the random choice of ``clip_cov``. Default: None.
+        generator: for the random choice of ``clip_cov`` without ``selection``. Default: None.
         valid_vocab: number of columns that can be sampled, from the first. The columns behind them pad the vocabulary:
             they are ignored and get gradient zero. Targets are then in [0, valid_vocab). Default: None.
         group: a ``torch.distributed`` process group whose ranks each hold some columns of the logits, in the order of
@@ -296,7 +297,7 @@ def policy_loss(
 
     Args:
         logprobs: [T] packed or [B, L] padded, of the tokens under the trained policy; differentiable.
-        entropy: same shape, differentiable; required if ``entropy_coef`` is not 0. Default: None.
+        entropy: same shape, differentiable; required with ``entropy_coef`` or ``top_entropy``. Default: None.
 
     The other arguments and the errors are those of ``dapo_loss``.
 

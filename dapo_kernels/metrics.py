@@ -43,8 +43,9 @@ class Metrics(Mapping[str, Tensor]):
             self._sums: dict[str, Tensor] = dict(tokens)
             self._tokens: PerToken | None = None
         else:
-            self._sums, self._tokens = {}, tokens
-            self._versions = _versions(tokens)
+            self._sums, self._tokens, self._versions = {}, tokens, _versions(tokens)
+            if self._versions is None:
+                self._computed()
 
     def _computed(self) -> dict[str, Tensor]:
         if self._tokens is not None:
@@ -72,8 +73,10 @@ class Metrics(Mapping[str, Tensor]):
         return dict, (self._computed(),)
 
 
-def _versions(tokens: PerToken) -> list[int]:
-    return [0 if x is None or x.is_inference() else x._version for x in tokens]
+def _versions(tokens: PerToken) -> list[int] | None:
+    """Return the version of each input; None if one is an inference tensor, which has no version."""
+    given = [x for x in tokens if x is not None]
+    return None if any(map(Tensor.is_inference, given)) else [x._version for x in given]
 
 
 @torch.no_grad()
