@@ -142,6 +142,8 @@ class PolicyCall:
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"{layout.caller}: generator must be a torch.Generator, got {type(generator).__name__}")
         settled, tokens = _settle(chosen, tokens, picked)
+        if generator is not None and settled.clip_cov is None:
+            raise ValueError(f"{layout.caller}: generator requires clip_cov without selection: leave it out")
         return cls(layout, settled, ObjectiveScalars.of(settled), tokens, sequence_ids, picked, generator)
 
 
@@ -269,20 +271,17 @@ def checked_denominator(layout: Layout, value: float | Tensor | None, live: Tens
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
-        _check_positive(layout, value, live)
-        return layout.number(value).to(layout.dtype)
-    if not is_number(value):
+    elif not is_number(value):
         raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
-    if not 0 < value < math.inf:
-        raise layout.fail("denominator", "positive and finite", value)
-    return float(value)
+    _check_positive(layout, value, live)
+    return layout.number(value).to(layout.dtype) if isinstance(value, Tensor) else float(value)
 
 
-def _check_positive(layout: Layout, value: Tensor, live: Tensor) -> None:
+def _check_positive(layout: Layout, value: float | Tensor, live: Tensor) -> None:
     """Raise ValueError unless positive; 0 is valid if no rank has a live token. Asynchronous on a GPU."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and isinstance(value, Tensor):
         return
-    if not readable(value):
+    if isinstance(value, Tensor) and not readable(value):
         torch._assert_async((value > 0) | ((value == 0) & ~live.any()))
         return
     count = float(value)

@@ -158,8 +158,8 @@ class Layout:
             raise TypeError(
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
             )
-        if not 0 < value < math.inf:
-            raise self.fail("temperature", "positive and finite", value)
+        if not torch.finfo(self.dtype).tiny <= value < math.inf:
+            raise self.fail("temperature", f"at least {torch.finfo(self.dtype).tiny:.3g} and finite", value)
         return float(value), None
 
     def request(

@@ -233,6 +233,6 @@ def _(
     partial_hidden: bool,
     grads: LinearLoss,
 ) -> dict[str, Tensor | None]:
-    check_first_backward(ctx, "linear_dapo_loss", "Add losses up and call backward once, or call it again.")
+    check_first_backward(ctx, "loss from hidden states", "Add losses up and call backward once, or call it again.")
     gradients = HeadGradients(*(None if x is None else scaled(x, grads.loss) for x in gradients))
     return autograd_gradients(gradients, dtype, unsaved.tensors[0], group, partial_hidden)

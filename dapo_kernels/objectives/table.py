@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -34,7 +35,7 @@ def _one_of(name: str, value: str, known: Iterable[str]) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
 
 
 def _is_number(value: object, low: float, high: float, *, open_low: bool = False) -> bool:
@@ -437,10 +438,15 @@ def _with_overrides(
     if unknown:
         elsewhere = _ELSEWHERE.get(unknown[0])
         near = [elsewhere] if elsewhere else difflib.get_close_matches(unknown[0], (*FIELDS, *also), n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = f" (did you mean {near[0]!r}?)" if near and near != unknown[:1] else ""
         raise TypeError(f"{caller}: unknown argument {unknown[0]!r}{hint}; fields: {', '.join(FIELDS)}")
+    if callable(overrides.get("surrogate")):
+        raise ValueError(f"{caller}: surrogate must be a name as a keyword: pass the function as objective=")
     chosen = replace(objective, **overrides)
     for name, readers in _READ_BY.items():
         if name in overrides and chosen.surrogate not in readers:
             raise ValueError(f"{caller}: {name} requires surrogate {' or '.join(readers)}, got {chosen.surrogate!r}")
+    for name in ("kl_to", "kl_through_ratio"):
+        if chosen.kl_coef == 0 and overrides.get(name) in ("old", True):
+            raise ValueError(f"{caller}: {name}={overrides[name]!r} requires kl_coef, got 0: leave {name} out")
     return chosen

@@ -65,12 +65,14 @@ class Options:
     max_old_prob: float | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """As keyword overrides of a call on "ppo", without the fields this surrogate does not read."""
+        """As keyword overrides of a call on "ppo", without the fields that this objective does not read."""
         fields = dataclasses.asdict(self)
         if self.surrogate in ("sapo", "reinforce"):
             del fields["clip_low"], fields["clip_high"]
         if self.surrogate != "sapo":
             del fields["sapo_tau"]
+        if self.kl_coef == 0:
+            del fields["kl_to"], fields["kl_through_ratio"]
         return fields
 
     @property

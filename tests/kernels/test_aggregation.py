@@ -6,6 +6,7 @@ import itertools
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from against_oracle import LENGTH_NORM, Problem, check_call, options
@@ -65,7 +66,7 @@ def test_a_denominator_is_a_number_or_a_tensor(backend: str) -> None:
     """A token count reduced over ranks is often an int64 tensor. It gets no gradient and is not changed."""
     case = logits_case(seed=72)
     expected, _ = call("logits", case, "dapo", denominator=40.0)
-    for value in (40, torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()):
+    for value in (40, np.float32(40), torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()):
         out, _ = call("logits", case, "dapo", denominator=value)
         assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
         assert (out.loss.dtype, int(value)) == (torch.float32, 40)
@@ -184,9 +185,10 @@ def test_dead_groups_and_dead_batches(backend: str) -> None:
     tokens[3] = torch.nan
     assert torch.equal(run_prompts(case, group_ids=ids, group_tokens=tokens)[0].loss, out.loss)
     case.mask[:] = False
-    out, grad = run_prompts(case, group_ids=ids)
-    assert out.loss.item() == 0
-    assert not grad.any()
+    for denominator in (None, 0, torch.tensor(0)):
+        out, grad = run_prompts(case, group_ids=ids, denominator=denominator)
+        assert out.loss.item() == 0
+        assert not grad.any()
 
 
 def test_the_code_of_the_page() -> None:

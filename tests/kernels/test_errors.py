@@ -145,11 +145,14 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"objective": "dro", "kl_estimator": "k1"}, ("kl_to", "k1")),
     ({"kl_estimator": "k1", "kl_through_ratio": True}, ("kl_through_ratio", "k1")),
     ({"objective": "gspo", "kl_through_ratio": True}, ("kl_through_ratio", "sequence")),
+    ({"kl_through_ratio": True}, ("kl_through_ratio", "kl_coef")),
+    ({"kl_to": "old"}, ("kl_to", "kl_coef")),
     ({"top_entropy": 0.5, "clip_cov": COV}, ("top_entropy", "clip_cov")),
     ({"clip_cov": COV, "kl_cov": (0.1, 1.0)}, ("clip_cov", "kl_cov")),
     ({"length_norm": 8.0}, ("length_norm", "token-mean")),
     ({"objective": own_loss, "clip_high": 0.3}, ("clip_high",)),
     ({"objective": own_loss, "kl_cov": (0.1, 1.0)}, ("kl_cov",)),
+    ({"surrogate": own_loss}, ("surrogate", "objective=")),
     # companions that are missing or have no use
     ({"objective": "grpo"}, ("ref_logprobs", "kl_coef")),
     ({"objective": "dr_grpo"}, ("length_norm",)),
@@ -166,6 +169,8 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"objective": "spo", "selection": BOOLS}, ("selection",)),
     ({"objective": "clip_cov", "selection": 0.5}, ("selection", "clip_cov")),
     ({"objective": "kl_cov", "selection": torch.tensor(0.5)}, ("selection", "kl_cov")),
+    ({"generator": torch.Generator()}, ("generator", "clip_cov")),
+    ({"objective": "clip_cov", "selection": BOOLS, "generator": torch.Generator()}, ("generator", "selection")),
     # groups of a mean over prompts
     (PROMPT_MEAN, ("group_ids", "[S]=[3]")),
     ({**PROMPT_MEAN, "denominator": 2}, ("group_ids",)),
@@ -210,6 +215,8 @@ def test_an_unknown_name_lists_the_known_and_a_keyword_that_is_not_ours_gets_a_s
         refused(ValueError, function, {**good(function), "objective": "dapo2"}, "dapo2", *OBJECTIVES)
         for keyword, ours in KEYWORDS.items():
             refused(TypeError, function, {**good(function), keyword: 0.1}, repr(keyword), repr(ours), *FIELDS)
+    with pytest.raises(TypeError, match=r"^[^']*'temperature'[^']*$"):  # which other losses take
+        run("policy_loss", {**good("policy_loss"), "temperature": 1.0})
 
 
 OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
@@ -258,7 +265,10 @@ def test_a_wrong_value_for_one_function(function: str, name: str, value: Any, er
 
 @pytest.mark.parametrize("function", ["dapo_loss", "linear_dapo_loss", "token_logprobs", "linear_token_logprobs"])
 def test_a_temperature_or_vocabulary_out_of_range(function: str) -> None:
-    for name, values in (("temperature", (0.0, -0.5, math.nan, math.inf)), ("valid_vocab", (0, V + 1, "11", True))):
+    for name, values in (
+        ("temperature", (0.0, 1e-50, -0.5, math.nan, math.inf)),
+        ("valid_vocab", (0, V + 1, "11", True)),
+    ):
         for value in values:
             refused(ValueError, function, {**good(function), name: value}, name, str(value))
 
