@@ -80,7 +80,14 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
     "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
     "dapo_runner/preflight": [
         f"tests/runner/{name}.py"
-        for name in ("test_[drs]*", "test_cli", "test_tiny_model", "rollout/test_server_settings", "config/test_config")
+        for name in (
+            "test_[drs]*",
+            "test_cli",
+            "test_tiny_model",
+            "rollout/test_server_settings",
+            "config/test_config",
+            "rewards/test_judge",
+        )
     ],
     "dapo_runner/run": [TRAINING, "tests/runner/logging/test_trackers.py"],
     "dapo_runner": [TRAINING, "tests/runner/rewards/test_judge.py", "tests/runner/rollout/test_server*.py"],

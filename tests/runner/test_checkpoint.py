@@ -15,6 +15,7 @@ import pytest
 import torch
 from builders import file_size_limit, make_config, make_group, make_prompt, random_sequences
 from safetensors import safe_open
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import (
@@ -60,6 +61,14 @@ def save(folder: Path, step: int, parts: Parts, keep: int = 2) -> Checkpoint:
     return save_checkpoint(folder, step, learner, take_snapshot(sampler), keep)
 
 
+def moments_of(learner: Learner) -> dict[str, list[float]]:
+    """The sums of each weight and of its two moments."""
+    assert learner.master.optimizer is not None
+    state = learner.master.optimizer.state
+    parts = {name: (x, state[x]["exp_avg"], state[x]["exp_avg_sq"]) for name, x in learner.master.tensors.items()}
+    return {name: [x.sum().item() for x in tensors] for name, tensors in parts.items()}
+
+
 def steps_in(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in find_checkpoints(folder)]
 
@@ -102,18 +111,24 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
         assert len({found["loss_scale"] for found in expected}) > 1
 
 
-def test_a_wait_that_a_signal_ends_can_be_repeated(
-    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_save_in_the_background_is_of_its_step_and_a_signal_does_not_end_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, fsync = threading.Event(), os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (go_on.wait(60), fsync(file))[1])
+    (learner, sampler), go_on, write = make_parts(model_folder), threading.Event(), HuggingFaceStorageWriter.write_data
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", lambda *given: (go_on.wait(60), write(*given))[1])
+    train(learner, range(1))
+    expected = moments_of(learner)
     saves = BackgroundSaves(SINGLE_PROCESS, timeout=60.0)
-    saves.start(tmp_path, 1, parts[0], take_snapshot(parts[1]), keep=1)
+    saves.start(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
+    train(learner, range(1, 3))
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         saves.finish()
     go_on.set()
-    assert saves.finish() == Checkpoint(tmp_path / "step_000001", 1)
+    assert saves.finish() == (found := Checkpoint(tmp_path / "step_000001", 1))
+    resumed, resumed_sampler = make_parts(found.model)
+    load_checkpoint(found, resumed, resumed_sampler)
+    assert moments_of(resumed) == expected != moments_of(learner)
 
 
 def test_sampler_and_every_generator_come_back(parts: Parts, tmp_path: Path) -> None:

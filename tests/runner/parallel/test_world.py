@@ -141,7 +141,7 @@ def lose_rank_1(rank: int, how: str, folder: Path) -> None:
             if how == "stuck":
                 wait_for(lambda: len(list(folder.iterdir())) == 2)
             if how == "raises":
-                raise ValueError("no such thing\nnor that")
+                raise RuntimeError("no such thing\nnor that")
             os.kill(os.getpid(), signal.SIGKILL)
         world.watch.set_phase("wait")
         quick.all_gather_object(1)
@@ -164,7 +164,7 @@ def wait_for(condition: Any) -> None:
 
 @pytest.mark.parametrize(
     ("how", "part"),
-    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("raises", "ValueError: no such thing")],
+    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("raises", "RuntimeError: no such thing")],
 )
 def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) -> None:
     """By the first of the others to print."""
