@@ -72,11 +72,12 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
     "dapo_kernels/objectives": ["tests/kernels"],
     **{
         f"dapo_runner/{room}": [f"tests/runner/{room}"]
-        for room in ("algorithms", "data", "logging", "parallel", "policy", "rewards", "rollout", "tools")
+        for room in ("algorithms", "data", "parallel", "policy", "rewards", "rollout", "tools")
     },
     "dapo_runner/config": ["tests/runner/config", "tests/runner/algorithms/test_settings.py", "tests/runner/tools"],
     "dapo_runner/checkpoint": ["tests/runner/test_checkpoint.py", "tests/runner/test_resume.py"],
-    "dapo_runner/commands": [TRAINING, "tests/runner/tools/study/test_study.py"],
+    "dapo_runner/commands": [TRAINING, "tests/runner/tools/test_sft.py", "tests/runner/tools/study/test_study.py"],
+    "dapo_runner/logging": ["tests/runner/logging", "tests/runner/test_episode_runs.py"],
     "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
     "dapo_runner/preflight": [
         f"tests/runner/{name}.py"
@@ -84,9 +85,9 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
             "test_[drs]*",
             "test_cli",
             "test_tiny_model",
-            "rollout/test_server_settings",
-            "config/test_config",
-            "rewards/test_judge",
+            "*/test_server_settings",
+            "*/test_config",
+            "*/test_judge",
         )
     ],
     "dapo_runner/run": [TRAINING, "tests/runner/logging/test_trackers.py"],
@@ -94,7 +95,10 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
 }
 SELECTED = {  # room → markers of its tests; "": of every other room
     "": f"{MARKERS} and not ranks and not elsewhere",
-    "dapo_runner/parallel": f"{MARKERS} and not elsewhere",  # tested on several processes
+    **dict.fromkeys(
+        ("dapo_kernels", "dapo_kernels/engine", "dapo_runner/commands", "dapo_runner/parallel"),
+        f"{MARKERS} and not elsewhere",  # tested on several processes
+    ),
     "dapo_kernels/backends/triton": f"{MARKERS} and not ranks",  # interpreted
 }
 
