@@ -77,8 +77,8 @@ def _dry_run(config: Config) -> int:
         check_lengths(config, config.model.path, download=False)
     dataset = load_data(config, _tokenizer(config))
     make_curriculum(config.sampler.curriculum, dataset.train)
-    if config.env is None:
-        unmatchable_answers(config.reward, dataset.train)
+    if (unmatchable := unmatchable_answers(config, dataset.train)) is not None:
+        print(unmatchable)
     print(f"data: {dataset.report.describe()}")
     return 0
 

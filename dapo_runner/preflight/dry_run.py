@@ -14,8 +14,6 @@ from dapo_runner.config.section import flatten, read_key, spell
 from dapo_runner.preflight import memory
 from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape
 
-NUMERICS = ("numerics", *flatten(MATCHED))
-
 
 def resolved_yaml(config: Config) -> str:
     """Return the whole configuration as YAML. Settings that follow from others have their final values."""
@@ -28,7 +26,7 @@ def summarize(config: Config) -> dict[str, str]:
     tokens = config.trained_per_step * config.rollout.max_response_tokens
     return {
         **describe_algorithm(config),
-        "numerics": ", ".join(f"{key}={spell(read_key(config, key))}" for key in NUMERICS),
+        "numerics": ", ".join(f"{key}={spell(read_key(config, key))}" for key in ("numerics", *flatten(MATCHED))),
         "per step": f"{config.sampler.prompts_per_step} prompts × {config.rollout.group_size} = "
         f"{config.responses_per_step} responses, {config.updates_per_step} updates of {config.mini_batch_size}",
         "trained on": f"at most {tokens:,} tokens per step, {config.run.steps * tokens:,} in {config.run.steps} steps",
@@ -61,7 +59,7 @@ def departures(config: Config) -> list[str]:
     objective = OBJECTIVES[row["loss"]["objective"]]
     # Values of the settings that a row leaves at their defaults.
     expected = {
-        "loss": {"overrides": {field: getattr(objective, field) for field in config.loss.overrides}},
+        "loss": {"overrides": {field: getattr(objective, field, None) for field in config.loss.overrides}},
         "advantage": AdvantageConfig.model_validate(row["advantage"]).model_dump(),
         "rollout": {"correction": CorrectionConfig().model_dump()},
         "preference": None,

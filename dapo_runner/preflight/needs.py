@@ -14,6 +14,7 @@ from dapo_runner.environments.tools import template_arguments
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import check_trackers
 from dapo_runner.parallel.world import Layout
+from dapo_runner.plugins import import_function
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
 from dapo_runner.policy.model import DTYPES, resolve_device
@@ -59,11 +60,12 @@ def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _missing(config: Config) -> Iterator[str]:
-    model, reward = config.model, config.reward
+    model, reward, advantage = config.model, config.reward, config.advantage.kind
     checks: list[Callable[[], object]] = [
         lambda: engine_class(config).check(config),
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
         *(partial(load_reward, reward, use) for use in reward.uses),
+        *([partial(import_function, "advantage.kind", advantage)] if ":" in advantage else []),
         lambda: check_trackers(config.logging),
         lambda: template_arguments(config.env),
         *([lora.check_installed] if model.lora else []),

@@ -18,7 +18,7 @@ from dapo_runner.rewards import rules
 from dapo_runner.rewards.functions import FunctionReward
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.reward import CallingReward, RewardError, TextReward, Verdicts, first_error
-from dapo_runner.rewards.workers import open_code, open_rule, require_package
+from dapo_runner.rewards.workers import open_code, open_rule, read_tests, require_package
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
 Reward = TextReward | FunctionReward | Judge
@@ -58,8 +58,7 @@ def _compare_by(rule: Callable[[str, str], Verdict]) -> TextReward:
 
 def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:
     """Scale the score of a verdict from [0, 1] to [reward.incorrect, reward.correct]."""
-    score = verdict.value or 0.0
-    return replace(verdict, value=config.incorrect + score * (config.correct - config.incorrect))
+    return replace(verdict, value=config.incorrect + (verdict.value or 0.0) * (config.correct - config.incorrect))
 
 
 def load_same_answer(config: RewardConfig) -> SameAnswer | None:
@@ -72,17 +71,20 @@ def reads_answers(config: RewardConfig) -> bool:
     return config.uses[0] in (*_RULES, "math", "fuzzy", "reasoning_gym")
 
 
-def unmatchable_answers(config: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
+def unmatchable_answers(config: Config, prompts: Sequence[Prompt]) -> str | None:
     """Return a warning if a rule that compares strings rejects the ground truths of some problems as answers.
 
-    Raises ConfigError if it rejects all of them.
+    Raises ConfigError if it rejects all of them or `code` rejects one. Environments and distillation need none.
     """
-    use = config.uses[0]
+    use, needs_all = config.reward.uses[0], config.distillation is None
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
-    unmatched = [prompt.answer for prompt in prompts if not rule(response.format(prompt.answer), prompt.answer).correct]
-    some = f"{len(unmatched)} of {len(prompts)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
+    answers = [prompt.answer for prompt in prompts if config.env is None and (prompt.answer or needs_all)]
+    for answer in answers if use == "code" else ():
+        read_tests(answer)
+    unmatched = [answer for answer in answers if not rule(response.format(answer), answer).correct]
+    some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
     warning = f"reward.kind: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
-    if len(unmatched) == len(prompts):
+    if len(unmatched) == len(answers) > 0:
         raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
     return warning if unmatched else None
 

@@ -17,8 +17,7 @@ def from_trl(function: Callable[..., Any], *, chat: bool = False) -> Callable[..
     """Return a reward of (prompts, completions, rows) for TRL's `(completions, **columns)`, plain or async.
 
     With ``chat``, prompts and completions are lists of messages, as TRL passes them for chat data; otherwise texts. If
-    the function returns None for a response, the other rewards decide it, as in TRL. Episodes
-    pass their ``environments``.
+    the function returns None for a response, the other rewards decide it, as in TRL. Episodes pass ``environments``.
     """
     return partial(_call_async if inspect.iscoroutinefunction(function) else _call, function, chat)
 

@@ -36,10 +36,7 @@ def build_dataset(config: Config, source: str | Path, context: RunContext) -> Da
     note(f"data: {dataset.report.describe()}")
     for caution in cautions(config):
         note(caution)
-    # Distillation needs no answers. Prompts without one are not checked.
-    answered = [prompt for prompt in dataset.train if prompt.answer or config.distillation is None]
-    is_matched = bool(answered) and config.env is None
-    if is_matched and (unmatchable := unmatchable_answers(config.reward, answered)) is not None:
+    if (unmatchable := unmatchable_answers(config, dataset.train)) is not None:
         note(unmatchable)
     return dataset
 

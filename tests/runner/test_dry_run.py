@@ -48,6 +48,8 @@ def arguments_of(overrides: str, files: dict[str, Path]) -> list[str]:
         (f"{ON_FILES} rollout.max_response_tokens=99 optimizer.token_budget=128", "rollout.max_response_tokens"),
         (f"{ON_FILES} loss.overrides.kl_coef=0.1 loss.reference=EMPTY", "loss.reference"),
         (f"{ON_FILES} model.attention=varlen", "model.attention"),
+        ("algorithm=dapo loss.overrides.epsilon_high=0.3", "loss: 'clip_high'"),
+        ("advantage.kind=math:advantage", "advantage.kind"),
         ("data.arithmetic.train_size=99", "data.arithmetic"),
         ("data.format=gsm8k data.path=GOOD", "model.tiny"),
         ("model.tiny.warmup.stop_at=0.5 model.tiny.warmup.examples=60", "model.tiny.warmup.stop_at"),
@@ -88,6 +90,18 @@ def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path:
     assert re.search(r"per step 4\D+4\D+16\b", plan)
     assert re.search(r"data: 3\D+2\D+1\b", plan)
     assert not (tmp_path / "runs").exists()
+
+
+def test_it_warns_about_ground_truths_and_distillation_needs_none(
+    files: dict[str, Path], tmp_path: Path, dapo: Dapo
+) -> None:
+    rows = [{"question": f"{number}+1", "answer": answer} for number, answer in enumerate(("1", "x", "3"))]
+    files["GOOD"] = write_rows(tmp_path / "rows.jsonl", rows)
+    given = arguments_of(f"{ON_FILES} data.format=auto data.eval_size=0 reward.kind=integer", files)
+    command = ["train", write_recipe(tmp_path), *given, "--dry-run"]
+    assert "1 of 3" in dapo(*command, "data.columns={prompt: question, answer: answer}")
+    command += ["algorithm=on_policy_distillation", f"distillation.teacher={files['MODEL']}"]
+    dapo(*command, "data.columns={prompt: question}")
 
 
 def test_prompts_are_counted_with_a_tokenizer_in_the_cache_of_the_hub(

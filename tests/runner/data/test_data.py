@@ -110,7 +110,7 @@ def test_a_row_becomes_a_problem(
 def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
     def answers(row: dict[str, Any], **columns: str) -> list[str]:
         prompts = load(tmp_path / "d.jsonl", [row], columns={**COLUMNS, **columns}).train
-        unmatchable_answers(make_config(reward={"kind": "choice"}).reward, prompts)
+        unmatchable_answers(make_config(reward={"kind": "choice"}), prompts)
         return [prompt.answer for prompt in prompts]
 
     row = {"q": "Which?", "o": ["x", "y"], "a": 1}

@@ -230,7 +230,7 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
     prompts = [make_prompt(str(i), answer=answer) for i, answer in enumerate(answers)]
 
     def warn(kind: str, chosen: list[Prompt] = prompts) -> str:
-        return unmatchable_answers(make_config(reward={"kind": kind}).reward, chosen) or ""
+        return unmatchable_answers(make_config(reward={"kind": kind}), chosen) or ""
 
     assert "4 of 7" in warn("integer")
     assert repr(answers[1]) in warn("integer")
@@ -242,6 +242,8 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
     assert warn("integer", [prompts[0], prompts[2]]) == ""
     with refused("reward.kind"):
         warn("choice")
+    with refused("reward code"):
+        warn("code", [make_prompt(answer="assert f(1) == 2"), make_prompt(answer="[]")])
 
 
 def test_the_length_penalty_is_equation_13() -> None:
