@@ -1,7 +1,7 @@
 """Run a causal language model on a few tokens and compare it with what the loss assumes of its architecture.
 
 The loss multiplies the last hidden states by the output head and never calls the model for its logits, and only the
-model keeps packed sequences apart. A configuration does not tell either, so both are measured.
+model keeps sequences apart, and from their padding. A configuration does not tell either, so both are measured.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dapo_kernels.integrations.heads import LogitRule, head_of
 _FIRST, _SECOND = 5, 9  # tokens of the two sequences
 _REACH = 100.0  # the head's output is scaled to this, so that a softcap shows with small weights too
 HiddenStates = Callable[[Tensor, list[int]], Tensor]  # ids int64 [T] on the CPU, lengths of their sequences -> [T, H]
+RowsOfHiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids and mask, int64 [B, L] on the CPU -> [B, L, H]
 
 
 @torch.no_grad()
@@ -46,6 +47,18 @@ def is_packable(hidden_of: HiddenStates, vocab_size: int) -> bool:
     tolerance = _tolerance(seen[0]) * _distance(*seen)
     alone = hidden_of(second, [_SECOND])  # another shape, so rounded differently throughout
     return _distance(*unseen) <= tolerance and _distance(unseen[0], alone) <= 4 * tolerance
+
+
+@torch.no_grad()
+def ignores_left_padding(rows_of: RowsOfHiddenStates, vocab_size: int) -> bool:
+    """Return whether masked tokens before a sequence, whatever they are, change neither it nor its positions."""
+    first, _, second, _ = _sequences(vocab_size)
+    ids = torch.stack([torch.cat(order) for order in ((first, second), (first, second), (second, first))])
+    mask = torch.ones_like(ids)
+    mask[1, :_FIRST] = mask[2, _SECOND:] = 0
+    hidden = rows_of(ids, mask)
+    seen, unseen, alone = hidden[0, _FIRST:], hidden[1, _FIRST:], hidden[2, :_SECOND]
+    return _distance(unseen, alone) <= 4 * _tolerance(hidden) * _distance(seen, alone)
 
 
 def _sequences(vocab_size: int) -> list[Tensor]:

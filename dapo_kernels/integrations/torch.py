@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
-from dapo_kernels.integrations.probe import check_logits, is_causal, is_packable, undisturbed
+from dapo_kernels.integrations.probe import check_logits, ignores_left_padding, is_causal, is_packable, undisturbed
 from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_kernels.layout import check_tensor
 from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
@@ -86,7 +86,10 @@ class PolicyLoss(nn.Module):
         self.model = model
         self.objective = objective
         self.options = options
+        body = _unwrapped(model).base_model
+        self._takes_positions = "position_ids" in inspect.signature(body.forward).parameters
         self._packing_error: str | None = None
+        self._left_padding_error: str | None = None
         self._is_checked = False
 
     @functools.partial(shows_options, without=_REFUSED)
@@ -107,7 +110,8 @@ class PolicyLoss(nn.Module):
             input_ids: [B, L] padded, or [T] packed with ``cu_seqlens``; packed sequences do not see each other.
             target_ids: same shape; the model at ``input_ids[t]`` predicts ``target_ids[t]``: shift before the call.
             old_logprobs, advantages: as in ``dapo_loss``.
-            attention_mask: [B, L], 0 where ``input_ids`` is padding; right padding needs none.
+            attention_mask: [B, L], 0 where ``input_ids`` is padding; right padding needs none. Positions count the
+                tokens whose mask is not 0, as in ``generate``.
             mode: ``"logprobs"`` calls ``linear_token_logprobs`` with those of ``options`` that it has (``mask``,
                 ``temperature``, …), without advantages. Differentiable; under ``torch.no_grad()`` one GEMM.
             options: keywords of ``linear_dapo_loss`` for this call.
@@ -115,8 +119,9 @@ class PolicyLoss(nn.Module):
         Raises:
             ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor other than the head, which
                 only a wrapper can have rounded; a model whose logits are not its head applied to its last hidden
-                states; a model that is not causal; packed sequences that see each other; a sequence so long that
-                longrope or dynamic NTK scaling changes the frequencies of the whole batch.
+                states; a model that is not causal; packed sequences that see each other; left padding that changes the
+                hidden states; a sequence so long that longrope or dynamic NTK scaling changes the frequencies of the
+                whole batch.
         """
         self._check_call(mode, old_logprobs, advantages, options)
         lasting = {name: value for name, value in self.options.items() if mode == "loss" or name in _OF_LOGPROBS}
@@ -126,7 +131,7 @@ class PolicyLoss(nn.Module):
         _check_lengths(_unwrapped(self.model), input_ids, cu_seqlens)
         self._check_architecture(given.get("group"))
         if cu_seqlens is None:
-            hidden = _padded_hidden_states(self.model, input_ids, attention_mask)
+            hidden = self._padded_hidden_states(input_ids, attention_mask)
         elif self._packing_error is not None:
             raise ValueError(self._packing_error)
         else:
@@ -157,22 +162,35 @@ class PolicyLoss(nn.Module):
         def hidden_of(packed_ids: Tensor, lengths: list[int]) -> Tensor:
             packed_ids = packed_ids.to(device)
             if len(lengths) == 1:
-                return _padded_hidden_states(model, packed_ids[None])[0]
+                return self._padded_hidden_states(packed_ids[None])[0]
             return _packed_hidden_states(model, packed_ids, torch.tensor([0, *accumulate(lengths)], device=device))
 
+        def rows_of(padded_ids: Tensor, mask: Tensor) -> Tensor:
+            return self._padded_hidden_states(padded_ids.to(device), mask.to(device))
+
         with undisturbed(model):
-            hidden = _padded_hidden_states(model, ids)
+            hidden = self._padded_hidden_states(ids)
             check_logits(model, hidden, lambda: model(input_ids=ids, use_cache=False).logits, group)
             if not is_causal(hidden_of, vocab_size):
                 raise ValueError(f"PolicyLoss: {name} is not causal: tokens attend to later ones")
-            try:
-                packable = is_packable(hidden_of, vocab_size)
-            except Exception as error:  # some models have no position_ids; padded calls need none
-                self._packing_error = f"PolicyLoss: {name} cannot run packed sequences ({error}); pad them"
-            else:
-                if not packable:
-                    self._packing_error = f"PolicyLoss: {name} lets packed sequences see each other; pad them"
+            self._packing_error = _error_unless(
+                lambda: is_packable(hidden_of, vocab_size), f"{name} does not keep packed sequences apart", "pad them"
+            )
+            self._left_padding_error = _error_unless(
+                lambda: ignores_left_padding(rows_of, vocab_size), f"{name} does not ignore left padding", "pad right"
+            )
         self._is_checked = True
+
+    def _padded_hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the last hidden states, [B, L, H]."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if attention_mask is not None and self._left_padding_error is not None:  # few models: waits for the device
+            if (attention_mask[:, :1] < attention_mask).any():
+                raise ValueError(self._left_padding_error)
+        elif attention_mask is not None and self._takes_positions:
+            inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        hidden: Tensor = _unwrapped(self.model).base_model(**inputs, use_cache=False).last_hidden_state
+        return hidden
 
     def _check_call(self, mode: str, old_logprobs: Any, advantages: Any, options: Mapping[str, Any]) -> None:
         _check_options(options)
@@ -220,13 +238,14 @@ def _check_lengths(model: Any, input_ids: Tensor, cu_seqlens: Tensor | None) -> 
         )
 
 
-def _padded_hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """Return the last hidden states, [B, L, H]."""
-    return (
-        _unwrapped(model)
-        .base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        .last_hidden_state
-    )
+def _error_unless(check: Callable[[], bool], what: str, remedy: str) -> str | None:
+    """Return the message of an error if a check fails or cannot run: some models have no ``position_ids``."""
+    try:
+        if check():
+            return None
+    except Exception as error:
+        what = f"{what} ({error})"
+    return f"PolicyLoss: {what}; {remedy}"
 
 
 def _packed_hidden_states(model: Any, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
