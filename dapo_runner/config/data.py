@@ -77,7 +77,11 @@ class PromptsConfig(SourceConfig):
 
 
 class DataConfig(PromptsConfig, ProblemsConfig):
-    requires = {"format=auto|dapo|gsm8k !reasoning_gym": "path eval", "format=auto": "reasoning_gym"}
+    requires = {
+        "format=auto|dapo|gsm8k": "path eval limit system",
+        "!reasoning_gym": "path eval columns",
+        "format=auto": "reasoning_gym",
+    }
 
     path: Path | None = None  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face data set: folder or hub name
     # auto: detected from the columns; arithmetic: generated problems
@@ -97,8 +101,6 @@ class DataConfig(PromptsConfig, ProblemsConfig):
 
     def checks(self) -> Iterator[Check]:
         has_data = self.path is not None or self.format == "arithmetic" or bool(self.reasoning_gym)
-        fits = self.columns is None or not self.reasoning_gym
-        yield "columns", fits, "null with reasoning_gym"
         yield "path", has_data, "a .jsonl, .json, .csv or .parquet file or a data set"
         fits = self.prompt_template in ("dapo", "plain") or "{question}" in self.prompt_template
         yield "template", fits, "dapo, plain or a text with {question}"

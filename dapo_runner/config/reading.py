@@ -107,8 +107,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
     for item in items:
         key, equals, text = item.removeprefix("--").partition("=")
         if not equals and item.startswith("--"):
-            text = next(items, "")
-            equals = text
+            text = equals = next(items, "")
         if not equals or not key:
             raise ConfigError(f"{item}: expected key=value, e.g. optimizer.lr=1e-5")
         try:

@@ -141,7 +141,6 @@ class RewardConfig(Section):
     def checks(self) -> Iterator[Check]:
         yield "kind", self.kind in RULES or ":" in self.kind, f"one of {', '.join(RULES)} or module:function"
         yield "correct", self.correct > self.incorrect, f"more than incorrect={self.incorrect:g}"
-        is_asked = "judge" in self.uses
-        yield "judge", is_asked == (self.judge is not None), "a section beside kind=judge or a part that uses it"
+        yield "judge", ("judge" in self.uses) == (self.judge is not None), "a section if a reward is judge, else null"
         labels = [part.label for part in self.parts]
         yield "parts", len(set(labels)) == len(labels), f"a different name for each, have {', '.join(labels)}"

@@ -194,10 +194,10 @@ class CurriculumConfig(Section):
 
     requires = {"column": "start steps", "!column": "rest"}
 
-    column: str | None = None  # a number per row, larger for harder problems; null: the pass rate so far
+    column: str | None = None  # a number per row, larger for harder problems; null: by the latest samples
     start: Share = 0.25  # column: the run starts with this easiest share of the prompts
     steps: PositiveInt = 100  # column: rollout steps until all prompts are used
-    rest: PositiveInt = 2  # pass rate: epochs to skip a prompt after all its samples were correct, or all incorrect
+    rest: PositiveInt = 2  # epochs to skip a prompt after all samples of a group were correct, or all incorrect
 
 
 class SamplerConfig(Section):

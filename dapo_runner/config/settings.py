@@ -252,7 +252,7 @@ def cautions(config: Config) -> Iterator[str]:
     if sampler.oversample > 1:
         yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
-    is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym" or config.env is not None
+    is_graded = is_soft or ":" in reward.kind or reward.kind in ("fuzzy", "reasoning_gym") or config.env is not None
     if is_graded and sampler.filter_groups is True:
         name = f"reward.kind={reward.kind}" if config.env is None else "env"
         yield (

@@ -4,8 +4,8 @@ With `column` the prompts are ordered by a number in each row. Step s uses the e
 start + (1 − start)·(s − 1)/steps, including all prompts as difficult as the last of these. From step `steps` + 1 on it
 uses all prompts.
 
-Without `column`, a prompt is skipped for `rest` epochs after its samples were all correct or all incorrect. These are
-all its samples so far. Each later group halves the weight of earlier ones, because the policy has changed.
+Without `column`, a prompt is skipped for `rest` epochs after its samples were all correct or all incorrect. Earlier
+groups of a prompt do not count, because the policy has changed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 
 from dapo_runner.config import ConfigError, CurriculumConfig
 from dapo_runner.types import Group, Prompt
-
-MEMORY = 0.5
 
 
 class Curriculum:
@@ -75,7 +73,6 @@ def _number(prompt: Prompt, column: str) -> float:
 class ByPassRate(Curriculum):
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
-        self.seen: dict[str, tuple[float, float]] = {}  # correct samples and all samples, weighted by age
         self.due: dict[str, int] = {}  # the epoch in which a skipped prompt is used again
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
@@ -83,16 +80,12 @@ class ByPassRate(Curriculum):
 
     def observe(self, groups: Iterable[Group], epoch: int) -> None:
         for group in groups:
-            name = group.prompt.id
-            correct, samples = self.seen.get(name, (0.0, 0.0))
-            correct, samples = MEMORY * correct + group.n_correct, MEMORY * samples + len(group.samples)
-            self.seen[name] = correct, samples
-            self.due.pop(name, None)
-            if correct in (0, samples):
-                self.due[name] = epoch + 1 + self.config.rest
+            self.due.pop(group.prompt.id, None)
+            if group.n_correct in (0, len(group.samples)):
+                self.due[group.prompt.id] = epoch + 1 + self.config.rest
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": dict(self.seen), "due": dict(self.due)}
+        return {"due": dict(self.due)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.seen, self.due = dict(state.get("seen", {})), dict(state.get("due", {}))
+        self.due = dict(state.get("due", {}))

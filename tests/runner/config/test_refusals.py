@@ -38,6 +38,7 @@ REFUSED = [  # overrides, the setting that is named, what else the message has
     ("model.path=x", "model.path", "tiny"),
     ("model.tiny.heads=3", "model.tiny.heads", "3"),
     ("data.path=x.jsonl", "data.path", "data.format"),
+    ("data.limit=3 data.system=Solve.", "data.limit", "data.format"),
     ("data.format=csv", "data.format", "'gsm8k'", "'csv'"),
     ("data.format=auto", "data.path", ".jsonl", "null"),
     ("data.template=solve", "data.template", "{question}", "solve"),
