@@ -87,7 +87,8 @@ class Evaluation:
         turns = [len(sample.completion.policy_turns) for sample in samples]
         read = [sample.verdict.extracted is not None for sample in samples]
         # A reward that judges correctness without extracting an answer leaves nothing to vote on.
-        votes = any(read) or not average if self.reads_answers else all(read)
+        is_game = any(sample.verdict.rule == "environment" for sample in samples)
+        votes = any(read) or not average if self.reads_answers and not is_game else all(read)
         parts = sorted({name for sample in samples for name in sample.parts})
         powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
         return {

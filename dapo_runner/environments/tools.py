@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Json, ValidationError, validate_call
+from pydantic import BaseModel, ConfigDict, Json, TypeAdapter, ValidationError, validate_call
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.environments.environment import Answer, Environment, Message
@@ -19,7 +19,7 @@ from dapo_runner.environments.template import CUT
 from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
 
-STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)  # "3" is no integer
+CALL = ConfigDict(strict=True, arbitrary_types_allowed=True)  # as JSON: "3" is no integer, a list may be a tuple
 MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the policy sees
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -57,7 +57,7 @@ class ToolEnvironment(Environment):
 
         names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
         tools = [*functions, *(getattr(state, name) for name in sorted(names - {"reset", "get_reward"}))]
-        self.functions = {tool.__name__: tool for tool in tools}
+        self.functions = {one.__name__: TypeAdapter[Any](validate_call(one, config=CALL), config=CALL) for one in tools}
         if len(self.functions) < len(tools):
             raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
         self.tools = list(map(get_json_schema, tools))
@@ -100,7 +100,7 @@ class ToolEnvironment(Environment):
             read = ToolCall.model_validate_json(call) if isinstance(call, str) else ToolCall.model_validate(call)
             if read.name not in self.functions:
                 raise ValueError(f"there is no tool {read.name}; tools are {', '.join(self.functions)}")
-            result = str(self._await(validate_call(config=STRICT)(self.functions[read.name])(**read.arguments)))
+            result = str(self._await(self.functions[read.name].validate_json(json.dumps(read.arguments))))
             if len(result) > MOST_CHARACTERS:
                 raise ValueError(f"the result has {len(result)} characters, more than {MOST_CHARACTERS}")
             return result

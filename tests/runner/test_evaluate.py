@@ -21,7 +21,7 @@ from dapo_runner.evaluate import (
     pass_estimate,
 )
 from dapo_runner.rewards.scoring import Scorer, reads_answers
-from dapo_runner.types import Group, RolloutRequest, SamplingParams
+from dapo_runner.types import Group, RolloutRequest, SamplingParams, Verdict
 
 
 def group_of(answers: str, truth: str = "a") -> Group:
@@ -154,6 +154,8 @@ def test_a_reward_that_may_read_no_answer_has_a_consensus_where_all_have_one(
     """Wrong samples without an answer cannot vote, and one right of many would be called a majority."""
     metrics = Evaluation([group_of(answers)], 2, reads_answers=is_reading).metrics
     assert ("cons@2" in metrics, "no_answer" in metrics) == (has_consensus, has_consensus)
+    scored = [replace(one, verdict=Verdict(False, rule="environment")) for one in group_of("--").samples]
+    assert not {"cons@2", "no_answer"} & Evaluation([Group(make_prompt(), tuple(scored))], 2).metrics.keys()
     kinds = [make_config(reward={"kind": kind}).reward for kind in ("dapo", "code", "a:f")]
     assert [reads_answers(kind) for kind in kinds] == [True, False, False]
     assert [key for key in Evaluation([group_of("aaabb")], 5).metrics if "@" in key] == [

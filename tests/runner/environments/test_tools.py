@@ -53,6 +53,15 @@ def product(a: int, b: int) -> int:
     return a * b
 
 
+def total(pair: tuple[int, float]) -> float:
+    """Add two numbers.
+
+    Args:
+        pair: The numbers.
+    """
+    return sum(pair)
+
+
 def echo(text: str, times: int = 1) -> str:
     """Return the text.
 
@@ -167,19 +176,19 @@ def contents(answer: Answer) -> list[str]:
 
 
 def test_an_environment_written_for_trl() -> None:
-    environment = make(kind=f"{HERE}:CounterEnv", tools=[f"{HERE}:product"])
+    environment = make(kind=f"{HERE}:CounterEnv", tools=[f"{HERE}:product", f"{HERE}:total"])
     names = [tool["function"]["name"] for tool in environment.tools]
-    assert names == ["product", "increment", "look"]
+    assert names == ["product", "total", "increment", "look"]
     row = {"start": 1, "target": 4, "question": "…", "answer": ""}
     assert environment.reset(row) == "The counter is at 1. Bring it to 4."
     first = environment.step("I add two. " + call("increment", amount=2) + call("look"))
     assert (contents(first), first.is_done) == (["The counter is at 3.", "3"], False)
-    assert contents(environment.step(call("product", a=3, b=5))) == ["15"]
+    assert contents(environment.step(call("product", a=3, b=5) + call("total", pair=[1, 2.5]))) == ["15", "3.5"]
     assert environment.get_reward() == 0.0
     environment.step(call("increment"))
     assert environment.get_reward() == 1.0
     assert environment.step("It is done.") == ((), None, True)
-    assert environment.counts == {"tool_calls": 4, "tool_errors": 0, "tool_episodes": 1}
+    assert environment.counts == {"tool_calls": 5, "tool_errors": 0, "tool_episodes": 1}
     environment.close()
     assert environment.loop.is_closed()
 
