@@ -57,7 +57,7 @@ class ToolEnvironment(Environment):
 
         names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
         tools = [*functions, *(getattr(state, name) for name in sorted(names - {"reset", "get_reward"}))]
-        self.functions = {one.__name__: TypeAdapter[Any](validate_call(one, config=CALL), config=CALL) for one in tools}
+        self.functions = {one.__name__: TypeAdapter(validate_call(config=CALL)(one), config=CALL) for one in tools}
         if len(self.functions) < len(tools):
             raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
         self.tools = list(map(get_json_schema, tools))
