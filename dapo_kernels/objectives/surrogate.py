@@ -85,21 +85,22 @@ def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dua
 def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any) -> Any:
     """Return −sg[clip(ρ)]·A·ℓ, d/dℓ, and which bound was hit."""
     ratio = ops.exp(log_ratio)
-    slope = -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
+    idle = advantage == 0
+    slope = ops.where(idle, 0.0, -ops.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage)
     hit = ops.where(ratio < 1.0 - clip_low, CLIPPED_LOW, ops.where(ratio > 1.0 + clip_high, CLIPPED_HIGH, 0))
-    idle = (advantage == 0) | (slope == 0)  # a log-prob of −∞ must not give 0 · −∞
-    return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
+    # A log-prob of −∞ must not give 0 · −∞.
+    return ops.where(slope == 0, 0.0, slope * logprob), slope, ops.where(idle, 0, hit)
 
 
 def dppo_term(logprob: Any, log_ratio: Any, advantage: Any, above: Any, below: Any, dual_clip: Any) -> Any:
     """Return −sg[min(ρ, dual_clip)]·A·ℓ, d/dℓ, and which bound was hit. All are zero if the probability is too far
     ``above`` or ``below`` the old one for the sign of A."""
     ratio = ops.exp(log_ratio)
-    slope = -ops.clamp(ratio, 0.0, dual_clip) * advantage
     hit = ops.where((advantage > 0) & above, CLIPPED_HIGH, ops.where((advantage < 0) & below, CLIPPED_LOW, 0))
-    idle = (advantage == 0) | (hit > 0) | (slope == 0)  # a log-prob of −∞ must not give 0 · −∞
+    idle = (advantage == 0) | (hit > 0)
+    slope = ops.where(idle, 0.0, -ops.clamp(ratio, 0.0, dual_clip) * advantage)
     hit = ops.where((ratio > dual_clip) & ~idle, CLIPPED_DUAL, hit)
-    return ops.where(idle, 0.0, slope * logprob), ops.where(idle, 0.0, slope), hit
+    return ops.where(slope == 0, 0.0, slope * logprob), slope, hit
 
 
 def dppo_tv_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
