@@ -85,7 +85,7 @@ def lora_of(head: Any) -> LoraFactors | None:
     """
     if not hasattr(head, "base_layer") or head.disable_adapters or head.merged:
         return None
-    if not hasattr(head, "lora_A"):
+    if not isinstance(getattr(head, "lora_A", None), torch.nn.ModuleDict):
         raise _no_factors(f"{type(head).__name__}; only LoRA is supported")
     active = [name for name in head.active_adapters if name in head.lora_A]
     if not active:

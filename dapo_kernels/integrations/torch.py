@@ -23,7 +23,7 @@ from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_kernels.layout import check_tensor
 from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
-from dapo_kernels.objectives.table import FIELDS, resolve_objective
+from dapo_kernels.objectives.table import FIELDS, is_number, resolve_objective
 from dapo_kernels.records import Head
 from dapo_kernels.signature import shows_options
 
@@ -61,7 +61,7 @@ class PolicyLoss(nn.Module):
 
     Raises:
         ValueError: the loss cannot be computed from this model's head; a keyword that is not allowed.
-        TypeError: a keyword that ``linear_dapo_loss`` does not have.
+        TypeError: a keyword that ``linear_dapo_loss`` does not have; a model that is wrapped already.
 
     Example:
         >>> import torch
@@ -264,6 +264,11 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> None:
+    if not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"PolicyLoss: model must be a PreTrainedModel or a PEFT model, got {type(model).__name__}. Wrap PolicyLoss "
+            "itself, not its model"
+        )
     check_head(model)
     inner = _unwrapped(model)
     if inner.base_model is inner:
@@ -278,3 +283,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if name in options:
             raise ValueError(f"PolicyLoss: {name} must not be passed: {reason}")
+    temperature = options.get("temperature", 1.0)
+    if not (is_number(temperature) or isinstance(temperature, Tensor)):
+        raise TypeError(f"PolicyLoss: temperature must be a number or a tensor, got {type(temperature).__name__}")

@@ -173,6 +173,7 @@ def other_adapter(name: str, **config: Any) -> Any:
         (lambda: adapted(lora("lm_head", use_dora=True)), "Dora"),
         (lambda: adapted(lora("lm_head", lora_bias=True)), "lora_bias"),
         (lambda: other_adapter("IA3Config", target_modules=["lm_head"], feedforward_modules=[]), "Linear"),
+        (lambda: other_adapter("AdaLoraConfig", target_modules=["lm_head"], total_step=9), "SVDLinear"),
         (lambda: other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=2), "PEFT"),
         (several_adapters, "default, second"),
         (lambda: network().model, "LlamaModel"),
@@ -210,6 +211,7 @@ BATCH = packed()
         (TypeError, "old_logprobs", {"old_logprobs": BATCH["old_logprobs"].bfloat16()}),
         (TypeError, "denominator", {"denominator": torch.tensor(700.0).bfloat16()}),
         (TypeError, "advantages", {"advantages": None}),
+        (TypeError, "temperature", {"temperature": None}),
         (TypeError, "clip_high", {"mode": "logprobs", "old_logprobs": None, "advantages": None, "clip_high": 0.3}),
     ],
 )
@@ -218,9 +220,11 @@ def test_calls_that_are_refused(error: type[Exception], word: str, change: dict[
         PolicyLoss(network())(**BATCH | change)
 
 
-def test_an_option_that_the_loss_does_not_have_is_refused_at_construction() -> None:
+def test_what_is_refused_at_construction() -> None:
     with pytest.raises(TypeError, match=r"\bclip\b"):
         PolicyLoss(network(), clip=0.2)
+    with pytest.raises(TypeError, match="DataParallel"):
+        PolicyLoss(torch.nn.DataParallel(network()))
 
 
 def test_a_cap_far_above_the_logits_is_found() -> None:
