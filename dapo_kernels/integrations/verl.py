@@ -41,6 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dapo_kernels.integrations.heads import whole
 from dapo_kernels.integrations.versions import VERL, require
 from dapo_kernels.logprobs import linear_token_logprobs
 from dapo_kernels.losses import LossOutput, policy_loss
@@ -284,6 +285,7 @@ class FusedLinear(torch.nn.Module):
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, float32 [...], from [..., H], ``vocab_weights`` [V, H] and targets [...]."""
+        vocab_weights = whole(vocab_weights)  # of FSDP2: verl reads it outside the forward of its module
         row_bytes = vocab_weights.shape[0] * hidden_states.element_size()
         stats = linear_token_logprobs(
             hidden_states,

@@ -16,11 +16,14 @@ from torch import Tensor
 _NEEDED = "verl's import chain: pip install --no-deps -r tests/integrations/requirements-verl.txt"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=_NEEDED, exc_type=ImportError)
 
+import torch.distributed as dist  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
+from ranks import on_ranks  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl.models.transformers.monkey_patch import patch_forward_with_backends  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
 from verl.utils.experimental import torch_functional  # noqa: E402
+from verl.utils.fsdp_utils import apply_fsdp2  # noqa: E402
 from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.config.actor import PolicyLossConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
@@ -357,29 +360,50 @@ def test_the_fused_linear_layer(temperature: float, chunk_size: int | None) -> N
         ours.FusedLinear(impl_backend="liger")
 
 
-def test_install_serves_verls_fused_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def fused_model() -> Any:
+    """Return a model with verl's fused forward, which it sets in the class."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    theirs = torch_functional.FusedLinearForPPO
-    assert theirs is not ours.FusedLinear  # importing the integration patched nothing
-    monkeypatch.setattr(torch_functional, "FusedLinearForPPO", theirs)  # restored afterwards
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    # verl replaces the class's forward
     model = type("Llama", (LlamaForCausalLM,), {})(LlamaConfig(vocab_size=61, **sizes))
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
-    input_ids = torch.randint(0, 61, (1, 20))
+    return model
 
-    def fused_forward() -> tuple[Tensor, ...]:
-        model.zero_grad()
-        output = model(input_ids=input_ids, temperature=0.8, return_dict=True)
-        (output.log_probs.sum() + 0.1 * output.entropy.sum()).backward()
-        return output.log_probs.detach(), output.entropy.detach(), model.lm_head.weight.grad.clone()
 
-    expected = fused_forward()
+def fused_forward(model: Any, rows: slice) -> tuple[Tensor, ...]:
+    """Return log-probs and entropy of some of two sequences, and the gradient of the head."""
+    model.zero_grad()
+    input_ids = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))[rows]
+    output = model(input_ids=input_ids, temperature=0.8, return_dict=True)
+    (output.log_probs.sum() + 0.1 * output.entropy.sum()).backward()
+    return output.log_probs.detach(), output.entropy.detach(), model.lm_head.weight.grad.clone()
+
+
+def test_install_serves_verls_fused_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, model = torch_functional.FusedLinearForPPO, fused_model()
+    assert theirs is not ours.FusedLinear  # importing the integration patched nothing
+    monkeypatch.setattr(torch_functional, "FusedLinearForPPO", theirs)  # restored afterwards
+    expected = fused_forward(model, slice(None))
     ours.install_fused_linear()
     assert torch_functional.FusedLinearForPPO is ours.FusedLinear
-    torch.testing.assert_close(fused_forward(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_forward(model, slice(None)), expected, rtol=1e-5, atol=1e-5)
+
+
+def shard_on_a_rank(rank: int) -> None:
+    ours.install_fused_linear()
+    logprobs, entropy, gradient = fused_forward(fused_model(), slice(None))
+    model = fused_model()
+    apply_fsdp2(model, {"mesh": dist.init_device_mesh("cpu", (2,))}, {})
+    row = slice(rank, rank + 1)
+    *mine, sharded = fused_forward(model, row)
+    torch.testing.assert_close([*mine, sharded.full_tensor()], [logprobs[row], entropy[row], gradient / 2])
+
+
+@pytest.mark.ranks
+def test_the_fused_linear_layer_under_fsdp2() -> None:
+    """verl shards the head apart; each of two ranks has one of two sequences."""
+    on_ranks(2, shard_on_a_rank)
 
 
 @pytest.mark.parametrize("dp_size", [1, 4])
