@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
+from dapo_kernels.integrations.probe import check_logits, undisturbed
 from dapo_kernels.integrations.versions import TRL, require
 from dapo_kernels.logprobs import linear_token_logprobs
 from dapo_kernels.losses import linear_dapo_loss
@@ -78,7 +79,8 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         loss_route_reason: the settings that require the second, ``""`` for the first.
 
     Raises:
-        ValueError: a setting is not supported; the message says why.
+        ValueError: a setting is not supported; the message says why. In the first step: the model's logits are not its
+            output head applied to its last hidden states.
 
     Example:
         >>> from trl import GRPOConfig
@@ -105,10 +107,7 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with _head_without_adapter(args[0] if args else kwargs.get("model")):
             super().__init__(*args, **kwargs)
         self.mask_truncated_completions |= overlong_filtering
-        _refuse(self)
-        self.loss_route_reason = _two_pass_reason(self)
-        self.loss_route = LOGPROBS if self.loss_route_reason else ONE_CALL
-        self._objective = None if self.loss_route_reason else objective_of(self)
+        self._choose_route()
         because = f" ({self.loss_route_reason})" if self.loss_route_reason else ""
         logger.info(f"{type(self).__name__}: the loss is computed by {self.loss_route}{because}")
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -135,6 +134,13 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             logs.update(self._sampler.metrics())
         super().log(logs, start_time)
 
+    def _choose_route(self) -> Objective | None:
+        """Return the objective of the settings, which a callback may have changed; ``None`` for TRL's own formula."""
+        _refuse(self)
+        self.loss_route_reason = _two_pass_reason(self)
+        self.loss_route = LOGPROBS if self.loss_route_reason else ONE_CALL
+        return None if self.loss_route_reason else objective_of(self)
+
     def _attach(self, model: Any, *, entropy: bool) -> None:
         check_head(model)
         rule = LogitRule.of(model.config, self.temperature)
@@ -159,9 +165,10 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return rewards
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        if self._objective is None:
+        objective = self._choose_route()
+        if objective is None:
             return super()._compute_loss(model, inputs)
-        scorer = _LossScorer(model, loss_call(self, self._objective, inputs))
+        scorer = _LossScorer(model, loss_call(self, objective, inputs))
         # TRL's formula again, on log-probs without a gradient, for its metrics: O(tokens).
         super()._compute_loss(scorer, inputs)
         loss = scorer.output.loss
@@ -376,13 +383,17 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
     Only on this instance, as in TRL. ``entropy``: also return entropies, differentiable. ``float32_head``: multiply in
     float32, outside autocast.
     """
-    plain = model.forward
+    plain, is_checked = model.forward, False
 
     # ``generate`` checks its arguments against the signature.
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        nonlocal is_checked
         if not fused_lm_head:
             return plain(*args, **kwargs)
+        if not is_checked:  # here, because FSDP2 gathers the weights only in a call
+            _check_logits(self, plain)
+            is_checked = True
         labels, call = kwargs.pop("labels"), kwargs.pop("dapo_loss", None)
         states = self.base_model(*args, **kwargs, use_cache=False)
         hidden = states.last_hidden_state[:, :-1]
@@ -400,6 +411,17 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
         return output
 
     model.forward = types.MethodType(forward, model)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _check_logits(model: Any, forward: Any) -> None:
+    """Run a few tokens and check that the logits of ``forward`` are what the loss assumes."""
+    ids = torch.arange(model.config.get_text_config(decoder=True).vocab_size)[None, :9]
+    ids = ids.to(model.get_output_embeddings().weight.device)
+    with undisturbed(model):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.to(ids.device)
+        check_logits(model, hidden, lambda: forward(input_ids=ids, use_cache=False).logits)
 
 
 def _router_loss(config: Any, states: Any, attention_mask: Tensor | None) -> Tensor:

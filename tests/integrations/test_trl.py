@@ -16,13 +16,19 @@ pytest.importorskip("peft", reason="peft is not installed: pip install -c constr
 import torch
 import trl.trainer.utils
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from policy_batches import VOCAB, Capped, gradients, network, relative_error
+from ranks import on_ranks
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import deepspeed
 from trl import GRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 from trl_runs import OFF_POLICY, ON_POLICY, Rollouts, Run, assert_same_run, load, make_trainer, train
 
-from dapo_kernels.integrations.trl import LOGPROBS, ONE_CALL, DapoGRPOTrainer
+from dapo_kernels import Objective
+from dapo_kernels.integrations.heads import LogitRule
+from dapo_kernels.integrations.trl import LOGPROBS, ONE_CALL, DapoGRPOTrainer, LossCall, attach_scoring
 from dapo_runner.run.tiny_model import make_tokenizer
 
 TOLERANCE = 1e-5  # relative, of every logged number
@@ -108,6 +114,24 @@ def test_clipped_tokens_with_adamw_and_clipped_gradients(both: Any) -> None:
         assert last(mine, bound) > 0.02
 
 
+class Changes(TrainerCallback):
+    """Changes a setting after each step, at last to one of the second route."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        name, value = [("beta", 0.5), ("epsilon_high", 0.0), ("entropy_coef", 0.1)][min(state.global_step, 3) - 1]
+        setattr(self.trainer, name, value)
+
+
+def test_settings_may_change_during_training(both: Any) -> None:
+    options = {"loss_type": "dapo", "beta": 0.1, "prepare": lambda trainer: trainer.add_callback(Changes(trainer))}
+    mine, theirs = both(**OFF_POLICY | options)
+    assert mine.trainer.loss_route == LOGPROBS
+    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_what_needs_the_second_route_is_named(tmp_path: Path, model: Path, name: str) -> None:
     options = {"loss_type": "dapo", **ON_POLICY, **NAMED[name]}
@@ -179,9 +203,7 @@ def test_an_adapter_trained_before(both: Any, model: Path) -> None:
 class Eager(DapoGRPOTrainer):
     """TRL's own formula on the logits that PEFT's own forward makes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._objective = None
+    _compute_loss = GRPOTrainer._compute_loss
 
     def _attach(self, model: Any, *, entropy: bool) -> None:
         plain = type(model).forward
@@ -221,14 +243,16 @@ EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_los
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "phi": {},  # its head has a bias
-    "cohere": {"logit_scale": 0.4, "final_logit_softcapping": 0.5},
+    "cohere": {"logit_scale": 0.4},
+    "gemma2": {"final_logit_softcapping": 0.5, "head_dim": 8},
     "mixtral": EXPERTS,
 }
 
 
 @pytest.mark.parametrize(
     ("family", "level"),
-    [("qwen2", "token"), ("phi", "token"), ("cohere", "sequence"), ("mixtral", "token"), ("mixtral", "sequence")],
+    [(name, "token") for name in ("qwen2", "phi", "gemma2", "mixtral")]
+    + [("cohere", "sequence"), ("mixtral", "sequence")],
 )
 def test_model_families(both: Any, tmp_path: Path, family: str, level: str) -> None:
     """What models do to their logits, and the load-balancing loss, on both routes."""
@@ -278,6 +302,33 @@ def test_a_float32_head_of_a_bfloat16_model(both: Any, model: Path) -> None:
         assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-2)
 
 
+def loss_of(model: Any, rows: slice) -> Tensor:
+    """The mean over the tokens of some of four completions."""
+    ids = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))[rows]
+    mask, advantages = torch.ones(len(ids), 6, dtype=torch.bool), torch.tensor([1.0, -0.5, 0.7, -1.0])[rows]
+    call = LossCall(Objective(), mask, advantages, -4.0 * mask, None, None, float(mask.sum()))
+    loss: Tensor = model(input_ids=ids, labels=ids, fused_lm_head=True, dapo_loss=call).loss
+    return loss
+
+
+def shard_on_a_rank(rank: int) -> None:
+    for apart in (False, True):
+        one, sharded = network(), network()
+        for model in (one, sharded):
+            attach_scoring(model, LogitRule.of(model.config, 1.0), entropy=True, float32_head=False)
+        for unit in (*sharded.model.layers, *([sharded.lm_head] if apart else []), sharded):
+            fully_shard(unit)
+        loss_of(one, slice(None)).backward()
+        loss_of(sharded, slice(2 * rank, 2 * rank + 2)).backward()
+        assert relative_error(gradients(sharded), gradients(one)) < 1e-5
+
+
+@pytest.mark.ranks
+def test_fsdp2_gives_the_gradient_of_one_process() -> None:
+    """Of the model that the trainer scores with; accelerate does not shard on a CPU."""
+    on_ranks(2, shard_on_a_rank)
+
+
 def test_own_generation(both: Any) -> None:
     """With TRL's own sampling in place of the fixed completions: the model still generates as before."""
     mine, theirs = both(**ON_POLICY, trainer_options={"rollout_func": None})
@@ -313,6 +364,11 @@ def test_trls_head_is_never_used(
 def test_settings_that_are_refused(tmp_path: Path, model: Path, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **(ON_POLICY | options))
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match="Capped"):
+        train(DapoGRPOTrainer, Capped(load(model).config), tmp_path, Rollouts(), **ON_POLICY)
 
 
 def test_zero3_is_refused(tmp_path: Path, model: Path) -> None:

@@ -26,7 +26,7 @@ class KeptCalls(Kept):
     """Keeps the arguments of the loss of every micro-batch too."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self.calls = [*getattr(self, "calls", []), ours.loss_call(self, self._objective, inputs)]
+        self.calls = [*getattr(self, "calls", []), ours.loss_call(self, ours.objective_of(self), inputs)]
         return super()._compute_loss(model, inputs)
 
 
