@@ -61,7 +61,7 @@ def judge_math(text: str, answer: str | None = None, other: str | None = None, v
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:
-    """Validate the last fenced block of a text, or the whole text, as JSON with the schema ``answer``."""
+    """Validate the last fenced block of JSON in a text, or the whole text, with the schema ``answer``."""
     from referencing.exceptions import Unresolvable
 
     validator = json_validator(answer)

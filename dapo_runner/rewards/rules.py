@@ -97,7 +97,7 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 def gsm8k_rule(text: str, answer: str) -> Verdict:
     """Compare the last `#### n`, else the number of the last `Answer: …` line, with the ground truth.
 
-    Numbers are compared by value, other texts (`1/2`, `1e3`, `1,2,3`) as written.
+    Of an equation, that is its right side. Numbers are compared by value, other texts (`1/2`, `1e3`) as written.
     """
     for rule, pattern in _NUMBER_LINES.items():
         if found := pattern.findall(text[-ANSWER_WINDOW:]):
