@@ -125,7 +125,8 @@ def test_a_save_in_the_background_is_of_its_step_and_a_signal_does_not_end_it(
     with pytest.raises(KeyboardInterrupt):
         saves.finish()
     go_on.set()
-    assert saves.finish() == (found := Checkpoint(tmp_path / "step_000001", 1))
+    found = Checkpoint(tmp_path / "step_000001", 1)
+    assert saves.finish() == found
     resumed, resumed_sampler = make_parts(found.model)
     load_checkpoint(found, resumed, resumed_sampler)
     assert moments_of(resumed) == expected != moments_of(learner)
