@@ -32,6 +32,7 @@ from dapo_runner.checkpoint import (
 )
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.interrupt import StopRequest
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
@@ -121,8 +122,9 @@ def test_a_save_in_the_background_is_of_its_step_and_a_signal_does_not_end_it(
     saves = BackgroundSaves(SINGLE_PROCESS, timeout=60.0)
     saves.start(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
     train(learner, range(1, 3))
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
+        stop.requested = True
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         saves.finish()
     go_on.set()
     found = Checkpoint(tmp_path / "step_000001", 1)
