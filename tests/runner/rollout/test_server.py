@@ -116,12 +116,17 @@ def test_ctrl_c_waits_for_no_server(path: str, fleet: Fleet, policy: Policy) -> 
     fleet.hook(fleet.hang, path)
     n_asked = fleet[0].seen(path)
 
+    interrupted = threading.Event()
+
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     def interrupt_once_it_hangs() -> None:
         wait_until(lambda: fleet[0].seen(path) > n_asked)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        while not interrupted.wait(0.1):  # a signal just before a wait does not end it
+            os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
