@@ -202,7 +202,7 @@ def _small(configs: Iterable[Config]) -> tuple[Config, ...]:
             vocab=160 + config.vocab % 2,
             hidden=min(config.hidden, 128),
             kinds=tuple(kind for kind in config.kinds if kind != "compile"),
-            rounds=2,
+            rounds=1,
             min_rounds=1,
         )
         rows.setdefault(row.name, row)
