@@ -25,8 +25,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "triton.md"
 
 
 def check_registers(got: sass.Compiled, launch: Launch) -> None:
-    assert got.local_bytes == 0, got
-    assert got.local_accesses == 0, got
+    """With 32 registers, two values may be stored outside of them once and loaded once."""
+    assert got.local_accesses <= 2 * (launch.num_warps == 32), got
+    assert got.local_bytes <= 4 * got.local_accesses, got
     assert not any(loop.shared for loop in got.loops), got
     assert got.registers <= MAX_REGISTERS, got
     assert rows_held(got.registers, launch.num_warps) * 2 >= launch.rows_per_sm, got
