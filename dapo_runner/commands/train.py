@@ -77,7 +77,7 @@ def _dry_run(config: Config) -> int:
         check_lengths(config, config.model.path, download=False)
     dataset = load_data(config, _tokenizer(config))
     make_curriculum(config.sampler.curriculum, dataset.train)
-    if (unmatchable := unmatchable_answers(config, dataset.train)) is not None:
+    if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         print(unmatchable)
     print(f"data: {dataset.report.describe()}")
     return 0

@@ -194,7 +194,7 @@ class CurriculumConfig(Section):
 
     requires = {"column": "start steps", "!column": "rest"}
 
-    column: str | None = None  # a number per row, larger for harder problems; null: by the latest samples
+    column: str | None = None  # a number per row, larger for harder problems; null: skip what is solved or hopeless
     start: Share = 0.25  # column: the run starts with this easiest share of the prompts
     steps: PositiveInt = 100  # column: rollout steps until all prompts are used
     rest: PositiveInt = 2  # epochs to skip a prompt after all samples of a group were correct, or all incorrect

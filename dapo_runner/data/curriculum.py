@@ -41,7 +41,7 @@ def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> C
     """Return the curriculum. Raises ConfigError if a training row has no difficulty."""
     if config is None:
         return Curriculum()
-    return ByPassRate(config) if config.column is None else ByColumn(config.column, config, prompts)
+    return ByLatestGroup(config) if config.column is None else ByColumn(config.column, config, prompts)
 
 
 class ByColumn(Curriculum):
@@ -70,7 +70,7 @@ def _number(prompt: Prompt, column: str) -> float:
     return number
 
 
-class ByPassRate(Curriculum):
+class ByLatestGroup(Curriculum):
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
         self.due: dict[str, int] = {}  # the epoch in which a skipped prompt is used again

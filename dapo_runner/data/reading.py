@@ -147,7 +147,8 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
                     raise csv.Error(f"expected {len(rows.fieldnames or ())} values, as the first line names")
                 yield row
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {rows.reader.line_num}: expected CSV, got an error: {error}") from error
+            place = f"{path}, line {rows.reader.line_num}"
+            raise ConfigError(f"{place}: expected valid CSV, got an error: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:

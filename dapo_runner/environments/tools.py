@@ -46,9 +46,8 @@ def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> 
 
 
 class ToolEnvironment(Environment):
-    """An episode in which the policy calls tools. It ends with the first turn that calls none.
-
-    A call that fails is answered with an error, which the policy sees.
+    """An episode in which the policy calls tools. It ends with the first turn that calls none. A call that fails is
+    answered with an error, which the policy sees.
     """
 
     def __init__(self, functions: list[Any], state: Any = None, tokenizer: Any = None, max_error: int = 200) -> None:
@@ -57,7 +56,7 @@ class ToolEnvironment(Environment):
 
         names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
         tools = [*functions, *(getattr(state, name) for name in sorted(names - {"reset", "get_reward"}))]
-        self.functions = {one.__name__: TypeAdapter(validate_call(config=CALL)(one), config=CALL) for one in tools}
+        self.functions = {tool.__name__: tool for tool in tools}
         if len(self.functions) < len(tools):
             raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
         self.tools = list(map(get_json_schema, tools))
@@ -100,7 +99,8 @@ class ToolEnvironment(Environment):
             read = ToolCall.model_validate_json(call) if isinstance(call, str) else ToolCall.model_validate(call)
             if read.name not in self.functions:
                 raise ValueError(f"there is no tool {read.name}; tools are {', '.join(self.functions)}")
-            result = str(self._await(self.functions[read.name].validate_json(json.dumps(read.arguments))))
+            call = TypeAdapter(validate_call(config=CALL)(self.functions[read.name]), config=CALL).validate_json
+            result = str(self._await(call(json.dumps(read.arguments))))
             if len(result) > MOST_CHARACTERS:
                 raise ValueError(f"the result has {len(result)} characters, more than {MOST_CHARACTERS}")
             return result
@@ -140,6 +140,7 @@ def template_arguments(config: EnvironmentConfig | None) -> dict[str, Any]:
         return {}
     try:
         environment = make_environment(config)()
+        list(map(validate_call, getattr(environment, "functions", {}).values()))  # refuses what is no plain function
     except ConfigError:
         raise
     except Exception as error:  # of a constructor, or of the docstrings and type hints of tools

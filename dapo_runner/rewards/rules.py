@@ -83,9 +83,12 @@ _WRITTEN = (
     rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][{_MINUS}+]?[0-9]+)?"
     rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
 )
+_TERM, _OPERATOR = r"[ \t0-9.,$%]*", rf"[+*/×÷·x{_MINUS}{_DASH}]"
+# The left side of an equation such as 3 + 4 = 7, if the right side is one number.
+_SUM = rf"(?:(?=[ \t$]*[0-9]){_TERM}(?:{_OPERATOR}{_TERM})+=\s*(?={_WRITTEN}[^\n0-9=]*(?:\n|\Z)))?"
 _NUMBER_LINES = {
-    "hash-line": re.compile(rf"####\s*(?:{_WRITTEN}[^\n]*=\s*)?({_WRITTEN})"),
-    "answer-line": re.compile(rf"(?i)Answer\*{{0,2}}\s*:(?:[^\n]*=)?[^\n0-9]*?({_WRITTEN})"),
+    "hash-line": re.compile(rf"####\s*{_SUM}({_WRITTEN})"),
+    "answer-line": re.compile(rf"(?i)Answer\*{{0,2}}\s*:{_SUM}[^\n0-9]*?({_WRITTEN})"),
 }
 # A digit or comma on the left would start the match inside a longer number, a slash inside a fraction.
 _INTEGER = re.compile(r"(?<![0-9.,])(?<![0-9]/)(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?![0-9]|[.,/][0-9])")
@@ -97,7 +100,7 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 def gsm8k_rule(text: str, answer: str) -> Verdict:
     """Compare the last `#### n`, else the number of the last `Answer: …` line, with the ground truth.
 
-    Of an equation, that is its right side. Numbers are compared by value, other texts (`1/2`, `1e3`) as written.
+    Of `3 + 4 = 7`, that is 7. Numbers are compared by value, other texts (`1/2`, `1e3`) as written.
     """
     for rule, pattern in _NUMBER_LINES.items():
         if found := pattern.findall(text[-ANSWER_WINDOW:]):

@@ -71,7 +71,7 @@ def reads_answers(config: RewardConfig) -> bool:
     return config.uses[0] in (*_RULES, "math", "fuzzy", "reasoning_gym")
 
 
-def unmatchable_answers(config: Config, prompts: Sequence[Prompt]) -> str | None:
+def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:
     """Return a warning if a rule that compares strings rejects the ground truths of some problems as answers.
 
     Raises ConfigError if it rejects all of them or `code` rejects one. Environments and distillation need none.
@@ -79,7 +79,7 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt]) -> str | None
     use, needs_all = config.reward.uses[0], config.distillation is None
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
     answers = [prompt.answer for prompt in prompts if config.env is None and (prompt.answer or needs_all)]
-    for answer in answers if use == "code" else ():
+    for answer in (*answers, *(prompt.answer for prompt in heldout)) if use == "code" else ():
         read_tests(answer)
     unmatched = [answer for answer in answers if not rule(response.format(answer), answer).correct]
     some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"

@@ -269,9 +269,12 @@ def read_tests(answer: str) -> str | list[tuple[str, str]]:
         tests = json.loads(answer)
     found: str | list[tuple[str, str]] = join(tests) if isinstance(tests, list) else answer
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
-        found = list(zip(map(join, tests["inputs"]), map(join, tests["outputs"]), strict=True))
-    if not found or (isinstance(found, list) and tests.get("fn_name")):
-        raise ConfigError(f"reward code: expected statements or inputs and outputs of programs, got {answer[:80]!r}")
+        given, printed = ([*map(join, tests[name] or ())] for name in ("inputs", "outputs"))
+        fits = len(given) == len(printed) and not tests.get("fn_name")
+        found = list(zip(given, printed, strict=True)) if fits else []
+    if not found:
+        wanted = "statements, or inputs and as many outputs of a program, without fn_name"
+        raise ConfigError(f"reward.kind=code: expected {wanted}, got {answer[:80]!r}")
     return found
 
 

@@ -36,7 +36,7 @@ def build_dataset(config: Config, source: str | Path, context: RunContext) -> Da
     note(f"data: {dataset.report.describe()}")
     for caution in cautions(config):
         note(caution)
-    if (unmatchable := unmatchable_answers(config, dataset.train)) is not None:
+    if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         note(unmatchable)
     return dataset
 

@@ -41,8 +41,10 @@ class RunContext:
         try:
             yield
         except BaseException as error:
-            self.opened.close()
-            self.close(error)
+            try:
+                self.opened.close()
+            finally:
+                self.close(error)
             raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -152,10 +151,12 @@ class TrainingRun:
         if not (self.world.is_single_process or isinstance(error, (Exception, StepGivenUpError))):
             return
         if isinstance(error, StepGivenUpError):
-            note(f"step {step + 1} is abandoned: {error}")
+            note(f"what follows step {step} is abandoned: {error}")
         try:
-            with suppress(CheckpointError):  # this step may still be saved
+            try:
                 self.finish_saving()
+            except CheckpointError as failure:  # this step may still be saved
+                note(str(failure))
             path = self.folder / CHECKPOINTS / f"step_{step:06d}"
             if step == self.saved_step or (self.world.is_single_process and is_whole(path)):
                 return

@@ -16,7 +16,7 @@ from refusals import refused
 from small import Dapo, write_recipe
 
 from dapo_runner.config import CurriculumConfig
-from dapo_runner.data.curriculum import ByPassRate, Curriculum, make_curriculum
+from dapo_runner.data.curriculum import ByLatestGroup, Curriculum, make_curriculum
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -50,8 +50,8 @@ def test_a_row_without_a_difficulty_is_named(value: object) -> None:
         cursor(prompts, column="difficulty")
 
 
-def by_pass_rate(**values: Any) -> ByPassRate:
-    return ByPassRate(CurriculumConfig(**values))
+def by_latest_group(**values: Any) -> ByLatestGroup:
+    return ByLatestGroup(CurriculumConfig(**values))
 
 
 def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str]:
@@ -61,8 +61,8 @@ def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str
     return asked
 
 
-def test_by_pass_rate_what_is_solved_or_hopeless_rests() -> None:
-    curriculum, every = by_pass_rate(rest=2), names(PROMPTS)
+def test_what_is_solved_or_hopeless_rests() -> None:
+    curriculum, every = by_latest_group(rest=2), names(PROMPTS)
     pattern, rested = {"0": "RRRR", "1": "WWWW", "2": "RWWW"}, every[2:]
     assert [ask(curriculum, epoch, pattern) for epoch in range(4)] == [every, rested, rested, every]
     pattern["0"] = "RRWW"
@@ -74,7 +74,7 @@ def test_by_pass_rate_what_is_solved_or_hopeless_rests() -> None:
 
 
 def test_only_the_newest_group_of_a_prompt_counts() -> None:
-    curriculum = by_pass_rate()
+    curriculum = by_latest_group()
     ask(curriculum, 0, {"0": "RRRR", "1": "RRWW", "2": "WWWW"})
     assert set(curriculum.due) == {"0", "2"}
     ask(curriculum, 1, {"1": "RRRR"})

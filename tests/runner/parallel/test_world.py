@@ -203,7 +203,7 @@ def test_of_two_dead_ranks_the_one_in_another_phase_is_named_also_if_it_ends_las
     for process in processes:
         process.start()
     processes[0].join()
-    threading.Timer(0.3, ends[1].set).start()
+    threading.Timer(0.05, ends[1].set).start()
     found = str(watch.explain(dist.DistError("Connection closed by peer")))
     assert "rank 2 on" in found
     assert "ended in 'rollout'" in found

@@ -82,6 +82,13 @@ READ = [  # rule, response, what it extracts, where
     ("gsm8k", "#### 5 + 5 = 10", "10", "hash-line"),
     ("gsm8k", "#### Step 1: 2 + 2 = 4\nAnswer: 18", "18", "answer-line"),
     ("gsm8k", "**Answer**: 5", "5", "answer-line"),
+    ("gsm8k", "#### 42 (n=6)", "42", "hash-line"),
+    ("gsm8k", "#### 540 = 3 x 180", "540", "hash-line"),
+    ("gsm8k", "#### 60% = 0.6", "60", "hash-line"),
+    ("gsm8k", "Answer: 18 (18/2 = 9)", "18", "answer-line"),
+    ("gsm8k", "Answer: 5 (where x = 3)", "5", "answer-line"),
+    ("gsm8k", "Answer: x = 5, y = 3", "5", "answer-line"),
+    ("gsm8k", "Answer: 3 x $4 = $12.50 each.", "12.5", "answer-line"),
     ("gsm8k", "18", None, "none"),
     ("integer", "3 + 4 = 7", "7", "last-integer"),
     ("integer", "it is 10-3", "3", "last-integer"),
@@ -242,8 +249,10 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
     assert warn("integer", [prompts[0], prompts[2]]) == ""
     with refused("reward.kind"):
         warn("choice")
-    with refused("reward code"):
+    with refused("reward.kind"):
         warn("code", [make_prompt(answer="assert f(1) == 2"), make_prompt(answer="[]")])
+    with refused("reward.kind"):  # of a held-out problem
+        unmatchable_answers(make_config(reward={"kind": "code"}), [], [make_prompt(answer="[]")])
 
 
 def test_the_length_penalty_is_equation_13() -> None:

@@ -117,10 +117,20 @@ def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> 
 
 
 @pytest.mark.parametrize(
-    "tests", ["", "[]", '{"inputs": [], "outputs": []}', '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}']
+    "tests",
+    [
+        *(
+            "",
+            "[]",
+            '{"inputs": [], "outputs": []}',
+            '{"inputs": [1], "outputs": []}',
+            '{"inputs": null, "outputs": [1]}',
+        ),
+        '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}',
+    ],
 )
 def test_tests_that_would_pass_any_program_or_call_functions_are_refused(tests: str) -> None:
-    with refused("reward code"):
+    with refused("reward.kind"):
         read_tests(tests)
 
 
