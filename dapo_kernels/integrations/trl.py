@@ -385,15 +385,19 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
     """
     plain, is_checked = model.forward, False
 
+    @torch.compiler.assume_constant_result  # no graph break, and no recompilation after the first call
+    def check_once(scored: Any) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            _check_logits(scored, plain)
+            is_checked = True
+
     # ``generate`` checks its arguments against the signature.
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        nonlocal is_checked
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        if not is_checked:  # here, because FSDP2 gathers the weights only in a call
-            _check_logits(self, plain)
-            is_checked = True
+        check_once(self)  # here, because FSDP2 gathers the weights only in a call
         labels, call = kwargs.pop("labels"), kwargs.pop("dapo_loss", None)
         states = self.base_model(*args, **kwargs, use_cache=False)
         hidden = states.last_hidden_state[:, :-1]
@@ -413,7 +417,6 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
     model.forward = types.MethodType(forward, model)
 
 
-@torch.compiler.disable
 @torch.no_grad()
 def _check_logits(model: Any, forward: Any) -> None:
     """Run a few tokens and check that the logits of ``forward`` are what the loss assumes."""

@@ -366,9 +366,26 @@ def test_settings_that_are_refused(tmp_path: Path, model: Path, options: dict[st
         train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **(ON_POLICY | options))
 
 
-def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path, model: Path) -> None:
+def test_the_first_call_checks_the_logits(tmp_path: Path, model: Path) -> None:
+    """It may be compiled: without a graph break, and the second call runs the same graph."""
     with pytest.raises(ValueError, match="Capped"):
         train(DapoGRPOTrainer, Capped(load(model).config), tmp_path, Rollouts(), **ON_POLICY)
+    graphs: list[Any] = []
+
+    def collecting(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    one, other, capped = network(), network(), Capped(network().config)
+    for scored in (one, other, capped):
+        attach_scoring(scored, LogitRule.of(scored.config, 1.0), entropy=True, float32_head=False)
+    run = torch.compile(other, backend=collecting, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(loss_of(run, slice(None)), loss_of(one, slice(None)))
+    assert len(graphs) == 1
+    with pytest.raises(RuntimeError, match="Capped"):  # torch.compile's own error, around ours
+        loss_of(torch.compile(capped, backend=collecting, fullgraph=True), slice(None))
 
 
 def test_zero3_is_refused(tmp_path: Path, model: Path) -> None:
