@@ -174,10 +174,14 @@ class PolicyLoss(nn.Module):
             if not is_causal(hidden_of, vocab_size):
                 raise ValueError(f"PolicyLoss: {name} is not causal: tokens attend to later ones")
             self._packing_error = _error_unless(
-                lambda: is_packable(hidden_of, vocab_size), f"{name} does not keep packed sequences apart", "pad them"
+                lambda: is_packable(hidden_of, vocab_size),
+                f"{name} does not keep packed sequences apart; pad them",
+                f"{name} cannot run packed sequences ({{}}); pad them",
             )
             self._left_padding_error = _error_unless(
-                lambda: ignores_left_padding(rows_of, vocab_size), f"{name} does not ignore left padding", "pad right"
+                lambda: ignores_left_padding(rows_of, vocab_size),
+                f"{name} does not ignore left padding; pad right",
+                f"{name} cannot run batches with left padding ({{}}); pad right",
             )
         self._is_checked = True
 
@@ -238,14 +242,12 @@ def _check_lengths(model: Any, input_ids: Tensor, cu_seqlens: Tensor | None) -> 
         )
 
 
-def _error_unless(check: Callable[[], bool], what: str, remedy: str) -> str | None:
+def _error_unless(check: Callable[[], bool], failed: str, could_not_run: str) -> str | None:
     """Return the message of an error if a check fails or cannot run: some models have no ``position_ids``."""
     try:
-        if check():
-            return None
+        return None if check() else f"PolicyLoss: {failed}"
     except Exception as error:
-        what = f"{what} ({error})"
-    return f"PolicyLoss: {what}; {remedy}"
+        return f"PolicyLoss: {could_not_run.format(error)}"
 
 
 def _packed_hidden_states(model: Any, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
