@@ -35,7 +35,10 @@ def _one_of(name: str, value: str, known: Iterable[str]) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool)
+    """Return whether this is a Python or NumPy number, with which tensors compute: ``Fraction`` is not."""
+    if isinstance(value, (int, float)):
+        return not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and hasattr(value, "dtype")
 
 
 def _is_number(value: object, low: float, high: float, *, open_low: bool = False) -> bool:
@@ -446,7 +449,7 @@ def _with_overrides(
     for name, readers in _READ_BY.items():
         if name in overrides and chosen.surrogate not in readers:
             raise ValueError(f"{caller}: {name} requires surrogate {' or '.join(readers)}, got {chosen.surrogate!r}")
-    for name in ("kl_to", "kl_through_ratio"):
-        if chosen.kl_coef == 0 and overrides.get(name) in ("old", True):
-            raise ValueError(f"{caller}: {name}={overrides[name]!r} requires kl_coef, got 0: leave {name} out")
+    for name in ("kl_to", "kl_through_ratio"):  # a schedule may reach kl_coef=0 beside them
+        if chosen.kl_coef == 0 and "kl_coef" not in overrides and overrides.get(name) in ("old", True):
+            raise ValueError(f"{caller}: {name}={overrides[name]!r} requires kl_coef: pass it, or leave {name} out")
     return chosen

@@ -90,12 +90,12 @@ def test_a_factor_before_a_cap_is_another_cap_and_temperature(
 
 
 def test_options_of_a_call_come_before_those_of_the_module() -> None:
-    lasting = {"kl_coef": 0.0, "clip_high": 0.1, "entropy": True, "float32_logits": True}
+    lasting = {"kl_coef": 0.1, "kl_through_ratio": True, "clip_high": 0.1, "entropy": True, "float32_logits": True}
     policy, batch = PolicyLoss(network(), objective="grpo", **lasting), padded()
-    out = policy(**batch, clip_high=0.5, denominator=4)
+    out = policy(**batch, kl_coef=0.0, clip_high=0.5, denominator=4)
     model, ids = policy.model, (batch.pop("input_ids"), batch.pop("target_ids"))
     hidden = model.model(input_ids=ids[0]).last_hidden_state
-    options = {**lasting, "clip_high": 0.5, "denominator": 4}
+    options = {"kl_coef": 0.0, "entropy": True, "float32_logits": True, "clip_high": 0.5, "denominator": 4}
     expected = linear_dapo_loss(hidden, model.lm_head.weight, ids[1], **batch, objective="grpo", **options)
     assert torch.equal(out.loss, expected.loss)
     assert summarize(out.metrics) == summarize(expected.metrics)
@@ -238,6 +238,22 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
     model = transformers.BertGenerationDecoder(transformers.BertGenerationConfig(**sizes))
     with pytest.raises(ValueError, match="BertGenerationDecoder"):
         PolicyLoss(model)(**padded())
+
+
+def test_a_check_that_could_not_run_is_not_reported_as_a_measurement() -> None:
+    """Of packed sequences, and of left padding."""
+
+    def fail(_module: Any, _inputs: Any, keywords: dict[str, Any]) -> None:
+        if keywords.get("position_ids") is not None:
+            raise MemoryError("{too} large")
+
+    policy, rows = PolicyLoss(network()), padded()
+    policy.model.model.register_forward_pre_hook(fail, with_kwargs=True)
+    left_padded = rows | {"attention_mask": (torch.arange(rows["mask"].shape[1]) > 0).long().expand(rows["mask"].shape)}
+    for batch, measured in ((packed(), "apart"), (left_padded, "ignore")):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM.*\({too} large\)") as caught:
+            policy(**batch)
+        assert measured not in str(caught.value)
 
 
 def test_a_head_in_bfloat16_under_hidden_states_in_float32() -> None:

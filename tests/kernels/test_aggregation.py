@@ -66,7 +66,7 @@ def test_a_denominator_is_a_number_or_a_tensor(backend: str) -> None:
     """A token count reduced over ranks is often an int64 tensor. It gets no gradient and is not changed."""
     case = logits_case(seed=72)
     expected, _ = call("logits", case, "dapo", denominator=40.0)
-    for value in (40, np.float32(40), torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()):
+    for value in (40, np.float32(40), np.int64(40), torch.tensor(40), torch.tensor(40.0), torch.tensor(40.0).double()):
         out, _ = call("logits", case, "dapo", denominator=value)
         assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
         assert (out.loss.dtype, int(value)) == (torch.float32, 40)

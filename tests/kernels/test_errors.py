@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -94,10 +95,10 @@ def test_good_calls_run_and_a_bad_one_names_its_function(function: str) -> None:
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "dual_clip": [1.0, 0.5, math.nan],
     "clip_low": [-0.1, 1.1],
-    "clip_high": [-0.1, math.nan],
+    "clip_high": [-0.1, math.nan, Fraction(1, 2)],
     "length_norm": [0.0, -4.0],
-    "kl_coef": [math.nan, -0.1],
-    "entropy_coef": [math.nan, math.inf],
+    "kl_coef": [math.nan, -0.1, Fraction(1, 2)],
+    "entropy_coef": [math.nan, math.inf, True],
     "surrogate": ["clipp"],
     "kl_estimator": ["k4"],
     "kl_to": ["new"],
@@ -183,7 +184,7 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 OF_EVERY_LOSS: list[tuple[str, list[Any], Any, dict[str, Any]]] = [
     ("objective", [3, Objective], TypeError, {}),
     ("denominator", [0, 0.0, -1.0, math.nan, math.inf, torch.tensor(0.0), torch.tensor(math.nan)], ValueError, {}),
-    ("denominator", [torch.ones(2), "many"], REFUSALS, {}),
+    ("denominator", [torch.ones(2), "many", True, Fraction(6)], REFUSALS, {}),
     ("generator", [3, "seed"], TypeError, {"objective": "clip_cov"}),
     ("selection", ["text", [True] * T, 1j, IDS, BOOLS[:5]], REFUSALS, {"top_entropy": 0.5}),
     ("group_ids", [GROUPS[:2], torch.zeros(T, dtype=torch.int64), torch.tensor(1)], ValueError, PROMPT_MEAN),
@@ -200,6 +201,15 @@ def test_arguments_that_have_no_meaning_together(changes: dict[str, Any], words:
     for function in LOSSES:
         entropy = {"entropy": torch.ones(T)} if function == "policy_loss" else {}
         refused(ValueError, function, {**good(function), **entropy, **changes}, *words)
+
+
+@pytest.mark.parametrize("changes", [{"objective": "grpo", "kl_through_ratio": True}, {"kl_to": "old"}])
+def test_a_schedule_of_kl_coef_may_reach_zero(changes: dict[str, Any]) -> None:
+    for function in LOSSES:
+        fields = {**good(function), "kl_coef": 0.0}
+        objective = changes.get("objective", "dapo")
+        expected = run(function, {**fields, "objective": objective}).loss
+        assert torch.equal(run(function, {**fields, **changes}).loss, expected)
 
 
 @pytest.mark.parametrize(("name", "values", "error", "others"), OF_EVERY_LOSS, ids=lambda v: v if v is str(v) else "")
