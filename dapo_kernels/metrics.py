@@ -35,7 +35,11 @@ class PerToken(NamedTuple):
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Sums over live tokens (and maxima) as 0-d tensors, computed when the first is read, without a host sync."""
+    """Sums over live tokens (and maxima) as 0-d tensors, without a host sync.
+
+    They are computed when the first is read. Those of inference tensors, which have no version to show a change in
+    place, are computed at once.
+    """
 
     def __init__(self, tokens: PerToken | Mapping[str, Tensor]) -> None:
         """Take the inputs of a call, or computed sums: libraries rebuild mappings from their items."""
