@@ -183,9 +183,9 @@ def use_backend(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _forced.reset(token)
         del _open[id(token)]
         _forced_last = [None, *_open.values()][-1]
+        _forced.reset(token)  # last: it raises an error if this runs in another ``contextvars.Context``
 
 
 def backend_for(

@@ -139,14 +139,20 @@ def test_backends_agree_inside_one_process() -> None:
 
 
 def test_the_context_of_another_thread_ends_none_but_itself() -> None:
+    """And it ends where it is left, in another ``contextvars.Context`` too, although that is an error."""
+
     def served(x: Tensor) -> Tensor:
         return x + len(registry.backend_for("dapo_loss", x.device, x.dtype))
 
-    run, other = compiled(served, "eager"), use_backend("torch")
+    run, other, left_here = compiled(served, "eager"), use_backend("torch"), use_backend("torch")
     with use_backend("torch"), ThreadPoolExecutor(1) as pool:
         pool.submit(other.__enter__).result()
         pool.submit(other.__exit__, None, None, None).result()
         assert run(torch.zeros(())) == len("torch")
+        pool.submit(left_here.__enter__).result()
+        with pytest.raises(ValueError, match="Context"):
+            left_here.__exit__(None, None, None)
+    assert run(torch.zeros(())) == served(torch.zeros(()))
 
 
 def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
