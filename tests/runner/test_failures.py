@@ -208,6 +208,21 @@ def test_a_reward_function_cannot_catch_the_end_of_its_step(tmp_path: Path, star
     assert saved_steps(tmp_path) == [1]
 
 
+def fails_once(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
+    CALLS.append(0)
+    if len(CALLS) == 1:
+        raise LostError("no reward today")
+    return [float(len(one.text) % 2) for one in completions]
+
+
+def test_a_prompt_without_a_reward_is_warned_of(tmp_path: Path, start: Path) -> None:
+    CALLS.clear()
+    reward = {"kind": "test_failures:fails_once", "calls": {"retries": 0, "max_failed": 0.5}}
+    run = {"steps": 1, "eval_every": 0}
+    train(rare(tmp_path, start, run=run, data={"eval_size": 0}, reward=reward), notes := Notes())
+    assert [line for line in notes.lines if "no reward today" in line]
+
+
 def test_a_complete_checkpoint_is_not_written_again(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
