@@ -99,8 +99,8 @@ class ToolEnvironment(Environment):
             read = ToolCall.model_validate_json(call) if isinstance(call, str) else ToolCall.model_validate(call)
             if read.name not in self.functions:
                 raise ValueError(f"there is no tool {read.name}; tools are {', '.join(self.functions)}")
-            call = TypeAdapter(validate_call(config=CALL)(self.functions[read.name]), config=CALL).validate_json
-            result = str(self._await(call(json.dumps(read.arguments))))
+            checked = TypeAdapter(validate_call(config=CALL)(self.functions[read.name]), config=CALL).validate_json
+            result = str(self._await(checked(json.dumps(read.arguments))))
             if len(result) > MOST_CHARACTERS:
                 raise ValueError(f"the result has {len(result)} characters, more than {MOST_CHARACTERS}")
             return result

@@ -79,7 +79,7 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
     use, needs_all = config.reward.uses[0], config.distillation is None
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
     answers = [prompt.answer for prompt in prompts if config.env is None and (prompt.answer or needs_all)]
-    for answer in (*answers, *(prompt.answer for prompt in heldout)) if use == "code" else ():
+    for answer in (*answers, *(prompt.answer for prompt in heldout)) if use == "code" and config.env is None else ():
         read_tests(answer)
     unmatched = [answer for answer in answers if not rule(response.format(answer), answer).correct]
     some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"

@@ -16,7 +16,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import secrets
 import select
 import shutil
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_runner.config import ConfigError
+from dapo_runner.rewards.rule_worker import FENCED
 from dapo_runner.threads import map_in_threads
 from dapo_runner.types import Verdict
 
@@ -44,7 +44,6 @@ _RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py"
 CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
 # It has none of this process's variables, which may hold keys. Hashes of strings are the same in every run.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-_FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
 _PYTHON = ("", "py", "python", "python3")  # languages of a block
 
 
@@ -189,7 +188,7 @@ class CodeRule(WorkerRule):
         self.memory_mb = memory_mb
 
     def judge_one(self, text: str, answer: str) -> Verdict:
-        blocks = {bool(language): code for language, code in _FENCED.findall(text) if language.lower() in _PYTHON}
+        blocks = {bool(language): code for language, code in FENCED.findall(text) if language.lower() in _PYTHON}
         program, tests = blocks.get(True, blocks.get(False, text)), read_tests(answer)
         if isinstance(tests, str):
             token = secrets.token_hex(16)
