@@ -77,7 +77,7 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
     "dapo_runner/config": ["tests/runner/config", "tests/runner/algorithms/test_settings.py", "tests/runner/tools"],
     "dapo_runner/checkpoint": ["tests/runner/test_checkpoint.py", "tests/runner/test_resume.py"],
     "dapo_runner/commands": [TRAINING, "tests/runner/tools/test_sft.py", "tests/runner/tools/study/test_study.py"],
-    "dapo_runner/logging": ["tests/runner/logging", "tests/runner/test_episode_runs.py"],
+    "dapo_runner/logging": ["tests/runner/logging", "tests/runner/test_train.py"],
     "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
     "dapo_runner/preflight": [
         f"tests/runner/{name}.py"

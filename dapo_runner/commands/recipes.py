@@ -34,11 +34,10 @@ def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Pat
         return Path(name)
     known = recipes() if known is None else known
     if name not in known:
-        found = "a folder" if Path(name).is_dir() else "nothing"
-        raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)}), found {found}")
+        raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)})")
     return known[name]
 
 
 def _folder() -> Path:
-    package = Path(__file__).parents[1]
-    return package / "recipes" if (package / "recipes").is_dir() else package.parent / "recipes"
+    folders = (parent / "recipes" for parent in Path(__file__).parents)
+    return next(folder for folder in folders if folder.is_dir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 CHATML = (
@@ -69,12 +68,3 @@ class Digits(Talker):
 
     def get_reward(self) -> float | None:
         return 0.0
-
-
-class Mortal(Digits):
-    """Fails in every episode of step 2, until it is healed."""
-
-    def step(self, text: str) -> tuple[str, float | None, bool]:
-        if Path("runs/small/checkpoints/step_000001").exists() and not Path("healed").exists():
-            raise ValueError("no")
-        return super().step(text)

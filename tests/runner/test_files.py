@@ -27,9 +27,13 @@ from dapo_runner.run.start import open_run
 from dapo_runner.train import train
 
 
-def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path) -> None:
-    path, rows = tmp_path / "rows.jsonl", [{"a": 1}, {"b": "caf\ud800é"}]
-    append_jsonl(path, rows)
+def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rows, synced = tmp_path / "rows.jsonl", [{"a": 1}, {"b": "caf\ud800é"}], list[int]()
+    monkeypatch.setattr(os, "fsync", synced.append)
+    append_jsonl(path, rows[:1])
+    assert synced == []
+    append_jsonl(path, rows[1:], sync=True)
+    assert len(synced) == 1
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"c"')
     assert read_jsonl(path) == rows
@@ -110,18 +114,6 @@ def test_an_attempt_that_failed_leaves_no_lock_and_does_not_bind_the_next(start:
     assert train(config_in(tmp_path, start, run={"steps": 1}), Notes()) == tmp_path / "small"
 
 
-def test_a_launcher_that_torch_does_not_know_is_refused(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_in(tmp_path, start, run={"steps": 1})
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        train(config, Notes())
-    assert not (tmp_path / "small").exists()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert train(config, Notes()).is_dir()
-
-
 def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
     folder, other = tmp_path / "small", config_in(tmp_path, algorithm="grpo")
     folder.mkdir()
@@ -131,10 +123,6 @@ def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
     (folder / METRICS_FILE).write_text("{}\n")
     with refused("run.name"):
         check_same_run(other, folder)
-    for content in ("run: [", "run: {steps: many}\nreward: {}"):
-        (folder / CONFIG_FILE).write_text(content)
-        with pytest.raises(ConfigError, match=str(folder / CONFIG_FILE)):
-            read_config(folder, Config)
 
 
 def test_a_config_of_another_version_is_refused_with_that_version(tmp_path: Path) -> None:

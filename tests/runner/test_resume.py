@@ -141,22 +141,6 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
     return [sample for step in saved for group in step.groups for sample in group["samples"]]
 
 
-def test_a_critic_is_trained_before_the_policy(whole: Callable[[str], Path]) -> None:
-    moving, shared = whole("moving_reference"), whole("ppo_shared")
-    for run in (moving, shared):
-        assert None not in [value for key in ("value_loss", "return") for value in steps_of(run, f"train/{key}")]
-        assert any(sample["advantage"] for sample in samples_of(run))
-    assert [loss is None for loss in steps_of(moving, "train/loss")] == [True, False, False]
-    assert None not in steps_of(shared, "train/loss")
-    assert steps_of(moving, "train/reward_kl")[-1] != 0
-
-
-def test_adapters_start_as_their_own_reference(whole: Callable[[str], Path]) -> None:
-    first, *_, last = steps_of(whole("lora_grpo"), "train/ref_kl")
-    assert first == pytest.approx(0.0, abs=1e-5)  # there is one update a step
-    assert last > 0
-
-
 def test_pairs_have_one_chosen_and_one_rejected_response(whole: Callable[[str], Path]) -> None:
     run = whole("dpo")
     counts = [steps_of(run, f"train/{key}") for key in ("updates", "pairs", "ties")]
@@ -195,11 +179,3 @@ def test_figures_are_those_of_whole_trees(start: Path, tmp_path: Path) -> None:
         figures.append([steps_of(folder, f"segments/{name}") for name in ("per_response", "advantage", "zero")])
     assert figures[0] == figures[1]
     assert 0 < figures[0][2][0] < 1
-
-
-def test_the_schedule_falls_early_stopping_ends_and_episodes_have_turns(whole: Callable[[str], Path]) -> None:
-    rates = steps_of(whole("options"), "train/lr")
-    assert rates == sorted(set(rates), reverse=True)
-    assert len(rates) == 4
-    assert len(steps_of(whole("early_stop"), "train/lr")) == 3  # after so many equal evaluations
-    assert min(steps_of(whole("episodes"), "batch/turns")) > 1.2

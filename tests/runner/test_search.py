@@ -14,7 +14,6 @@ from dapo_runner.config import Config, StudyConfig, flatten, load_config, parse,
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.tools.study.plan import plan_runs
 from dapo_runner.types import Completion, Prompt
-from docs.search_effects import CELLS, FACTORS, costs_of, effects
 from examples import search
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "search.yaml"
@@ -84,23 +83,3 @@ def test_the_studies_agree_on_the_runs_that_they_share_and_a_rung_changes_one_th
             pairs = pairwise(rungs)
             changed = [{key for key in one.keys() | other if one.get(key) != other.get(key)} for one, other in pairs]
     assert [len(keys) for keys in changed] == [1, 1, 1, 1, 1]
-
-
-def test_the_effects_of_the_factorial_are_those_of_the_cells() -> None:
-    study = parse(read_recipe(RECIPE.parent / "studies" / "search-factorial.yaml"), StudyConfig)
-    gains = dict(zip(FACTORS, (0.1, 0.2, 0.3, 0.4, 0.5), strict=True))
-    values = {}
-    for variant in study.variants:
-        letters = CELLS.get(variant.name, variant.name.removeprefix("cell_"))
-        assert variant.name == "grpo" or letters == variant.label
-        together = 0.6 if {"H", "D"} <= set(letters) else 0.0
-        values[variant.name, 3] = sum(gains[letter] for letter in letters) + together
-    found = {term: round(value, 9) for term, (value,) in effects(values, (1, 2)).items()}
-    expected = {FACTORS[letter]: gain + 0.3 * (letter in "HD") for letter, gain in gains.items()}
-    assert found == dict.fromkeys(found, 0.0) | expected | {"clip-higher × dynamic sampling": 0.3}
-    assert len(found) == 15
-
-
-def test_a_trained_token_costs_four_generated_ones() -> None:
-    run = {"axes": {"step": [0, 1, 2], "tokens": [0, 10, 30]}, "curves": {"train/tokens": [[1, 2], [10, 5]]}}
-    assert costs_of(run) == {0: 0, 1: 50, 2: 90}

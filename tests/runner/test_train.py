@@ -1,24 +1,30 @@
-"""The loop: what a run leaves behind, and that it is the same run every time."""
+"""The loop: what a run leaves behind, where its time went, and that it is the same run every time."""
 
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders import file_size_limit
+from fake_server import FakeServer
 from refusals import refused
-from small import AtPhase, Notes, config_in, events_of
+from small import AtPhase, Notes, config_in, events_of, steps_of
+from transformers import AutoTokenizer
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
+from dapo_runner.data.dataset import PromptCursor, load_data
 from dapo_runner.logging.metrics import before_and_after, read_log
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.worker import rollout_sampling
-from dapo_runner.timing import PHASES
+from dapo_runner.timing import PHASES, StepClock, time_split
 from dapo_runner.train import train
 
 
@@ -61,6 +67,43 @@ def test_evaluations_share_the_scorer_of_a_run(start: Path, tmp_path: Path, monk
     assert len(made) == 1
 
 
+def test_phases_add_up_and_an_inner_one_takes_its_time_off_the_outer(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: hand.now)
+    heard: list[str] = []
+    clock = StepClock(on_phase=heard.append)
+    hand.now += 1
+    with clock.phase("rollout"):
+        hand.now += 2
+        with clock.phase("score"):
+            hand.now += 4
+        hand.now += 8
+    hand.now += 16
+    with clock.phase("score"), clock.phase("score"):
+        hand.now += 32
+    assert clock.so_far() == {"other": 17, "rollout": 10, "score": 36}
+    assert heard == ["rollout", "score", "rollout", "other", "score", "other"]  # changes alone
+    hand.now += 64
+    assert sum(clock.lap().values()) == hand.now - 100
+    with suppress(KeyError), clock.phase("save"):
+        hand.now += 1
+        assert clock.lap() == {"other": 0, "save": 1}
+        hand.now += 2
+        raise KeyError
+    hand.now += 4
+    assert clock.lap() == {"save": 2, "other": 4}
+
+
+def test_the_split_of_an_average_step() -> None:
+    events = [
+        {"step": 0, "kind": "start", "seconds/evaluate": 1000.0},
+        {"step": 1, "kind": "step", "seconds/rollout": 3.0, "seconds/other": 1.0},
+        {"step": 2, "kind": "step", "seconds/rollout": 3.0, "seconds/save": 9.0},
+    ]
+    assert list(time_split(events).items()) == [("save", 4.5), ("rollout", 3.0), ("other", 0.5)]
+    assert time_split(events[:1]) == {}
+
+
 def test_a_run_times_every_phase(finished: Path) -> None:
     began, *timings = read_log(finished / "timings.jsonl")
     assert began.keys() == {"step", "kind", "seconds/probe", "seconds/evaluate", "seconds/other"}
@@ -84,9 +127,6 @@ def test_a_run_keeps_its_rollouts_configuration_and_newest_checkpoints(finished:
         assert len(groups) == saved[event["step"]].n_groups == event["batch/groups"]
         rewards = torch.tensor([[sample["reward"] for sample in group["samples"]] for group in groups])
         assert float(rewards.mean()) == pytest.approx(event["batch/reward"])
-        expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-        given = [[sample["advantage"] for sample in group["samples"]] for group in groups]
-        torch.testing.assert_close(torch.tensor(given), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rollouts", [{"groups": 0}, {"per_token": True}], ids=str)
@@ -94,13 +134,6 @@ def test_saved_rollouts_change_no_number(rollouts: dict[str, Any], finished: Pat
     run = train(config_in(tmp_path, start, logging={"rollouts": rollouts}), Notes())
     assert (run / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
     assert (run / "rollouts").exists() == ("groups" not in rollouts)
-    for step, path in saved_steps(run / "rollouts").items() if (run / "rollouts").exists() else ():
-        groups = read_step(path).groups
-        for sample in (sample for group in groups for sample in group["samples"]):
-            columns = sample.pop("per_token")
-            assert {len(column) for column in columns.values()} == {sample["tokens"]}
-            assert "".join(columns["text"]).removesuffix("<eos>") == sample["response"]
-        assert groups == read_step(saved_steps(finished / "rollouts")[step]).groups
 
 
 def test_a_full_disk_under_the_log_is_told(start: Path, tmp_path: Path) -> None:
@@ -165,3 +198,28 @@ def test_every_round_draws_anew_and_every_time_alike(start: Path, tmp_path: Path
     seeds, same = ([rollout_sampling(config_in(tmp_path, start), n).seed for n in range(100)] for _ in range(2))
     assert seeds == same
     assert len(set(seeds)) == 100
+
+
+def test_asynchronous_episodes_lose_nothing_and_take_nothing_twice(
+    tmp_path: Path, model_folder: Path, servers: list[FakeServer]
+) -> None:
+    named = {"urls": [server.url for server in servers], "folder": str(tmp_path)}
+    ahead = {"engine": "server", "server": named, "max_staleness": 1, "correction": {"weights": "token"}}
+    config = config_in(
+        tmp_path,
+        model_folder,
+        run={"eval_every": 0},
+        env={"kind": "talkers:Digits", "max_turn_tokens": 20},
+        sampler={"filter_groups": False, "max_age": 2},
+        logging={"rollouts": {"groups": 4}},
+        optimizer={"token_budget": 128},
+        rollout={"max_response_tokens": 60, **ahead},
+    )
+    folder = train(config, Notes())
+    steps = [read_step(path) for path in saved_steps(folder / "rollouts").values()]
+    dataset = load_data(config, AutoTokenizer.from_pretrained(model_folder))
+    wanted = PromptCursor(dataset.train, config.run.seed, dataset.heldout).take(16)
+    assert [group["prompt"]["id"] for step in steps for group in step.groups] == [prompt.id for prompt in wanted]
+    assert {len(group["samples"]) for step in steps for group in step.groups} == {4}
+    assert sum(line.get("env/episodes", 0) for line in read_log(folder / "timings.jsonl")) >= 64
+    assert max(steps_of(folder, "batch/age_max")) <= 2

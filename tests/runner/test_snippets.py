@@ -1,0 +1,212 @@
+"""Runs every snippet of docs/your-own.md and docs/training-options.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from builders import CharTokenizer, make_completion, make_group, make_prompt, snippets_of, write_rows
+from refusals import refused
+from small import Dapo, Notes, events_of, steps_of, write_recipe
+
+from dapo_runner.algorithms.advantage import make_sequences
+from dapo_runner.cli import main
+from dapo_runner.config import AdvantageConfig, Config, flatten, load_config, parse_config
+from dapo_runner.config.run import EarlyStopConfig
+from dapo_runner.data.dataset import load_data
+from dapo_runner.logging.metrics import read_log
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.train import train
+from dapo_runner.types import Group
+
+SNIPPETS, OPTIONS = snippets_of("your-own"), snippets_of("training-options")
+MODULES = {
+    "my_rewards": "\n".join(SNIPPETS[f"reward: {name}"] for name in ("function", "trl", "async")),
+    "my_advantages": SNIPPETS["advantage: function"],
+    "paper_advantages": SNIPPETS["advantage: papers"],
+}
+QUESTIONS = [{"question": f"What is {i} + {i}?", "solution": 2 * i, "limit": 10} for i in range(8)]
+CODE = {"python", "python: recipe", "python: vary", "reading", "resuming", "forking"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, model_folder: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the snippets name: functions, a recipe, a model and questions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, code in MODULES.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(code)
+    shutil.copytree(model_folder, tmp_path / "models" / "mine")
+    write_recipe(tmp_path, start, name="mine", steps=2, keep=9, output_dir="runs").rename("mine.yaml")
+    write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    write_rows(tmp_path / "easy.jsonl", [QUESTIONS[0], {"question": "What is 1?", "solution": "1", "limit": 1}])
+    exam = {"task": "Which?", "options": ["this", "that"], "key": 1}
+    write_rows(tmp_path / "exam.parquet", [{**exam, "data_source": "oral"}, {**exam, "task": "Who?"}])
+    return tmp_path
+
+
+def config_of(*snippets: str) -> Config:
+    raw: dict[str, Any] = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}}
+    for name in snippets:
+        raw |= yaml.safe_load(SNIPPETS[name])
+    return parse_config(raw)
+
+
+def score(config: Config, *texts: str) -> Group:
+    prompt = replace(make_prompt(answer="7"), row={"limit": 6})
+    (group,) = Scorer(config, shaped=False)([prompt], [[make_completion(text=text) for text in texts]])
+    return group
+
+
+def test_every_snippet_is_tested() -> None:
+    rewards = [f"reward: {name}" for name in ("function", "trl", "async")]
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in SNIPPETS if f'"{name}"' not in source] == rewards
+    assert OPTIONS.keys() > CODE
+    for name, found in (("your-own", SNIPPETS), ("training-options", OPTIONS)):
+        page = Path(__file__).parents[2] / "docs" / f"{name}.md"
+        assert page.read_text(encoding="utf-8").count("```") == 2 * len(found)
+
+
+def test_columns_evaluation_sets_and_choices() -> None:
+    dataset = load_data(config_of("data: columns"), CharTokenizer("yes"))
+    assert (len(dataset.train), len(dataset.heldout)) == (6, 2)
+    prompt = dataset.train[0]
+    assert prompt.text == (
+        f"<system>Answer in one sentence.<user>{prompt.row['question']}\nEnd with a line 'Answer: …'.<assistant>"
+    )
+    assert prompt.answer == str(prompt.row["solution"])
+    dataset = load_data(config_of("data: evaluation sets"), CharTokenizer())
+    assert [(prompt.eval_set, prompt.answer, prompt.source) for prompt in dataset.heldout] == [
+        ("easy", "0", ""), ("easy", "1", ""), ("exam", "B", "oral"), ("exam", "B", "")
+    ]  # fmt: skip
+    assert dataset.heldout[2].text == "Which?\nA. this\nB. that"
+    assert len(dataset.train) == 7
+    (prompt,) = load_data(config_of("data: choice"), CharTokenizer()).train
+    assert "?\nA. this\nB. that\n" in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("snippet", "function"),
+    [
+        ("recipe", None),
+        ("advantage: kind", "my_advantages:early_tokens"),
+        ("advantage: papers recipe", "paper_advantages:gdpo"),
+    ],
+)
+def test_a_whole_recipe(snippet: str, function: str | None) -> None:
+    raw = yaml.safe_load(SNIPPETS["recipe"]) | yaml.safe_load(SNIPPETS[snippet])
+    if function is not None:
+        raw["advantage"]["kind"] = function
+    assert steps_of(train(parse_config(raw), Notes()), "train/lr") == [1e-6, 1e-6]
+
+
+def advantages_of(groups: list[Group], function: str) -> list[float]:
+    return [float(one.advantages[-1]) for one in make_sequences(groups, AdvantageConfig(kind=function))]
+
+
+def test_advantages_of_ones_own_and_of_papers() -> None:
+    """Of GDPO one reward is the same for a whole group."""
+    group = make_group("RRW")  # rewards 1, 1, −1
+    assert advantages_of([group], "my_advantages:from_median") == [0.0, 0.0, -2.0]
+    first, *_ = make_sequences([group], AdvantageConfig(kind="my_advantages:early_tokens"))
+    n = group.samples[0].completion.length
+    assert first.advantages[-n:].tolist() == pytest.approx([0.9**t for t in range(n)])
+    # N / K − 1 for the K correct ones of N.
+    groups = [make_group(pattern) for pattern in ("RRW", "WWR", "WWW", "RRR")]
+    by_hand = [0.5, 0.5, -1, -1, -1, 2, *[0] * 6]
+    assert advantages_of(groups, "paper_advantages:max_rl") == pytest.approx(by_hand)
+    rewards = torch.tensor(
+        [[(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)], [(0.0, 30.0), (1.0, 10.0), (0.5, 70.0)]], dtype=torch.float64
+    )
+    normalized = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    sums = normalized[..., 0] + 0.5 * normalized[..., 1]
+    expected = (sums - sums.mean()) / (sums.std() + 1e-6)
+    groups = []
+    for rows in rewards.tolist():
+        samples = zip(make_group("RRR").samples, rows, strict=True)
+        parts = tuple(replace(sample, parts={"brief": a, "manners": b}) for sample, (a, b) in samples)
+        groups.append(Group(make_prompt(), parts))
+    assert advantages_of(groups, "paper_advantages:gdpo") == pytest.approx(expected.flatten().tolist())
+
+
+def test_parts_of_a_reward() -> None:
+    config = config_of("reward: parts")
+    assert config.filter_on == "reward"
+    group = score(config, "7", "7, please", "no")
+    assert [dict(sample.parts) for sample in group.samples] == [
+        {"exact": 1.0, "brief": 1.0, "manners": -1.0},
+        {"exact": -1.0, "brief": 0.0, "manners": 1.0},
+        {"exact": -1.0, "brief": 1.0, "manners": -1.0},
+    ]
+    assert [sample.base_reward for sample in group.samples] == pytest.approx([1.4, -0.9, -0.6])
+    assert [sample.correct for sample in group.samples] == [True, False, False]
+
+
+def test_slow_rewards_and_those_of_trl() -> None:
+    config = config_of("reward: calls")
+    assert [sample.base_reward for sample in score(config, "7", "b").samples] == [1.0, 0.0]
+    raw = json.loads(config.model_dump_json())
+    raw["reward"]["kind"] = "my_rewards:number"
+    assert [sample.base_reward for sample in score(parse_config(raw), "a 1", "b").samples] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in CODE])
+def test_every_key_of_a_snippet_is_a_setting_and_has_its_value(name: str) -> None:
+    written = yaml.safe_load(OPTIONS[name])
+    config = parse_config({"model": {"tiny": {}}, "data": {"path": "x.jsonl"}} | written)
+    assert flatten(written).items() <= flatten(config.model_dump(mode="json")).items()
+
+
+def run_code(name: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(OPTIONS[name], names)  # the page is the test
+    return names
+
+
+def run_commands(name: str) -> list[int]:
+    lines = [shlex.split(line) for line in OPTIONS[name].splitlines()]
+    assert all(program == "dapo" for program, *_ in lines)
+    return [main(arguments) for _, *arguments in lines]
+
+
+def test_python_and_copies_that_are_refused_as_the_command_refuses() -> None:
+    assert [event["step"] for event in events_of(run_code("python")["folder"])] == [1, 2, 3]
+    names = run_code("python: vary")
+    assert names["longer"] == load_config("mine.yaml", ["run.steps=4"]) != names["config"]
+    with pytest.raises(ValueError, match="frozen"):
+        names["config"].run.steps = 4
+    run = names["config"].run.model_copy(update={"eval_every": 0, "early_stop": EarlyStopConfig()})
+    with refused("run.early_stop"):
+        train(names["config"].model_copy(update={"run": run}), Notes())
+
+
+def test_own_model(dapo: Dapo) -> None:
+    write_rows(Path("questions.jsonl"), [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(300)])
+    Path("own.yaml").write_text(OPTIONS["own model"])
+    short = ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=8", "reward.overlong.cache_length=4"]
+    assert re.search(r"data: 300\D+44\D+256\b", dapo("train", "own.yaml", *short, "--dry-run"))
+
+
+def test_a_run_is_started_read_resumed_and_forked() -> None:
+    assert run_code("python: recipe")["folder"] == Path("runs/mine")
+    names = run_code("reading")
+    assert names["rewards"].keys() == {1, 2}
+    assert len(names["evaluations"]) == 2
+    assert isinstance(names["worst"], str)
+    assert sum(p.numel() for p in names["model"].parameters()) > 1000
+    assert run_commands("resuming") == [0, 0]
+    changes = {event["key"]: event["after"] for event in read_log(Path("runs/mine/changes.jsonl"))}
+    assert changes == {"run.steps": 4, "optimizer.lr": 5e-4}
+    assert run_commands("forking") == [0]
+    assert [event["step"] for event in events_of(Path("runs/warmer"))] == [3, 4]
