@@ -100,9 +100,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
         assert len({found["loss_scale"] for found in expected}) > 1
 
 
-def test_a_save_in_the_background_is_of_its_step_and_a_signal_does_not_end_it(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_save_is_of_its_step(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (learner, sampler), go_on, write = make_parts(model_folder), threading.Event(), HuggingFaceStorageWriter.write_data
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", lambda *given: (go_on.wait(60), write(*given))[1])
     train(learner, range(1))
@@ -204,9 +202,7 @@ def test_loading_runs_no_code(parts: Parts, saved: Path, tmp_path: Path) -> None
     assert {path.suffix for path in saved.rglob("*") if path.is_file()} <= {".json", ".safetensors", ".pt"}
 
 
-def test_a_checkpoint_of_an_older_version_or_of_another_model_is_refused(
-    parts: Parts, saved: Path, start: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(parts: Parts, saved: Path, start: Path, tmp_path: Path) -> None:
     checkpoint = copy_checkpoint(find_checkpoints(saved)[-1], tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.\S+weight: .*\[\d+, \d+\]"):
         load_checkpoint(checkpoint, *make_parts(start))

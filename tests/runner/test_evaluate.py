@@ -132,9 +132,7 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     ("answers", "is_reading", "has_consensus"),
     [("ab", False, True), ("a-", False, False), ("--", False, False), ("ab", True, True), ("a-", True, True)],
 )
-def test_a_reward_that_may_read_no_answer_has_a_consensus_where_all_have_one(
-    answers: str, is_reading: bool, has_consensus: bool
-) -> None:
+def test_consensus_where_a_reward_reads_no_answer(answers: str, is_reading: bool, has_consensus: bool) -> None:
     """Wrong samples without an answer cannot vote, and one right of many would be called a majority."""
     metrics = Evaluation([group_of(answers)], 2, reads_answers=is_reading).metrics
     assert ("cons@2" in metrics, "no_answer" in metrics) == (has_consensus, has_consensus)

@@ -84,9 +84,7 @@ def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("optimizer", 7, 3 * [SIGTERM], 2),  # from torchrun and its parent
     ],
 )
-def test_a_run_that_ends_in_any_phase_goes_on_after_its_last_step(
-    ending: Ending, whole: Path, start: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_in_any_phase_goes_on(ending: Ending, whole: Path, start: Path, tmp_path: Path) -> None:
     phase, call, signals, saved = ending
     handlers = [signal.getsignal(number) for number in (SIGINT, SIGTERM)]
     notes = AtPhase(phase, call, lambda: send(*signals))
@@ -119,9 +117,7 @@ def test_an_error_in_an_update_names_the_last_checkpoint(start: Path, tmp_path: 
         ("wait", 3, 2 * [SIGINT], 2),
     ],
 )
-def test_a_run_with_asynchronous_rollouts_loses_neither_a_step_nor_a_group(
-    ending: Ending, tmp_path: Path, model_folder: Path, servers: list[FakeServer]
-) -> None:
+def test_nothing_sampled_is_lost(ending: Ending, tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
     """Groups that were taken and not trained on wait for the next start."""
     phase, call, signals, saved = ending
     ahead = {"max_staleness": 1, "correction": {"weights": "token"}}
@@ -141,9 +137,7 @@ def on_servers(folder: Path, model: Path, servers: list[FakeServer], **sections:
     return rare(folder, model, rollout=rollout, **sections)
 
 
-def test_an_engine_without_the_new_weights_is_found_out(
-    tmp_path: Path, model_folder: Path, servers: list[FakeServer]
-) -> None:
+def test_an_engine_out_of_sync_is_found_out(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
     """By the probe at once, with the step saved; without it by the rollout gap of the steps that follow."""
     for server in servers:
         server.hooks[UPDATE] = lambda body: (200, {})
@@ -209,9 +203,7 @@ def test_a_reward_that_fails_is_warned_of_and_none_can_catch_the_end_of_its_step
     assert [line for line in notes.lines if "no reward today" in line]
 
 
-def test_a_complete_checkpoint_is_not_written_again(
-    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_checkpoint_is_written_once(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C, and a second one while the old checkpoint is removed."""
     rmtree, written = shutil.rmtree, []
 
@@ -228,9 +220,7 @@ def test_a_complete_checkpoint_is_not_written_again(
     assert [newest.path.stat().st_mtime_ns] == written
 
 
-def test_a_save_that_failed_in_the_background_does_not_cost_the_next_step(
-    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_background_save_is_made_up_for(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsync, failed = os.fsync, []
 
     def fail_once(file: int) -> None:
@@ -285,9 +275,7 @@ def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch
                 send(number)
 
 
-def test_an_update_that_is_not_finite_is_kept_and_a_lower_rate_goes_on(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nonfinite_update_is_kept(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error advises a lower optimizer.lr; the same folder used to refuse it."""
     updated, update = list[MiniBatch](), Learner.update
     monkeypatch.setattr(Learner, "update", lambda *given: (updated.append(given[1]), update(*given))[1])

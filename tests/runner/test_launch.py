@@ -68,9 +68,7 @@ def test_mistakes_start_nothing(arguments: str, key: str, tmp_path: Path, dapo: 
     assert "torchrun" not in dapo.out
 
 
-def test_a_plan_is_that_of_all_ranks_which_are_told_if_no_gpu_is_found(
-    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_that_of_all_ranks(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for device, lines in (("auto", 1), ("cpu", 0)):
         command = ["launch", write_recipe(tmp_path), "--gpus", 2, f"run.device={device}", "--dry-run"]

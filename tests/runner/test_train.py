@@ -170,9 +170,7 @@ def right(prompt, completion):
 """
 
 
-def test_groups_carried_over_are_not_taken_for_on_policy(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_carried_over_are_off_policy(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One update a step, so that every ratio was 1 by construction; all groups are kept where a fifth was expected."""
     (tmp_path / "every_other.py").write_text(EVERY_OTHER)
     monkeypatch.syspath_prepend(tmp_path)
@@ -200,9 +198,7 @@ def test_every_round_draws_anew_and_every_time_alike(start: Path, tmp_path: Path
     assert len(set(seeds)) == 100
 
 
-def test_asynchronous_episodes_lose_nothing_and_take_nothing_twice(
-    tmp_path: Path, model_folder: Path, servers: list[FakeServer]
-) -> None:
+def test_asynchronous_episodes_lose_nothing(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
     named = {"urls": [server.url for server in servers], "folder": str(tmp_path)}
     ahead = {"engine": "server", "server": named, "max_staleness": 1, "correction": {"weights": "token"}}
     config = config_in(
