@@ -8,7 +8,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from dapo_runner.preflight.needs import check_needs
 from dapo_runner.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
-Evaluate = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +40,11 @@ def run(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "again"
 
 
-@pytest.fixture
-def evaluate(dapo: Dapo, tmp_path: Path) -> Evaluate:
+def evaluate(dapo: Dapo, folder: Path, *arguments: object) -> dict[str, Any]:
     """The metrics of `dapo eval`."""
-
-    def figures(*arguments: object) -> dict[str, Any]:
-        dapo("eval", *arguments, "--json", tmp_path / "figures.json")
-        found: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
-        return found
-
-    return figures
+    dapo("eval", *arguments, "--json", folder / "figures.json")
+    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return found
 
 
 def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
@@ -94,26 +87,26 @@ def test_mistakes_are_one_line_and_code_two(arguments: str, names: str, run: Pat
     assert dapo.err.count("\n") == 1
 
 
-def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, newest = (run / "checkpoints" / f"step_00000{step}" for step in (1, 2))
-    figures, last = evaluate(run, "--show", "2"), events_of(run, "eval")[-1]
+    figures, last = evaluate(dapo, tmp_path, run, "--show", "2"), events_of(run, "eval")[-1]
     logged = {key.removeprefix("eval/"): value for key, value in last.items() if key.startswith("eval/")}
     assert figures == {"model": str(newest / "model"), **logged}
     assert dapo.out.count("--- ") == 2
     assert f"{figures['avg@2']:.1%}" in dapo.out
-    figures = evaluate(first, "evaluation.k=3")
+    figures = evaluate(dapo, tmp_path, first, "evaluation.k=3")
     assert figures["model"] == str(first / "model")
     assert 0 <= figures["avg@3"] <= figures["pass@3"] <= 1
     monkeypatch.chdir(first.parent)
-    assert evaluate("step_000002")["avg@2"] == logged["avg@2"]
+    assert evaluate(dapo, tmp_path, "step_000002")["avg@2"] == logged["avg@2"]
 
 
-def test_eval_names_a_damaged_checkpoint(run: Path, tmp_path: Path, dapo: Dapo, evaluate: Evaluate) -> None:
+def test_eval_names_a_damaged_checkpoint(run: Path, tmp_path: Path, dapo: Dapo) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     older, newest = (copy / "checkpoints" / f"step_00000{step}" for step in (1, 2))
     (newest / "manifest.json").unlink()
     dapo.refuses(f"{newest}: manifest.json", "eval", newest)
-    assert evaluate(copy)["model"] == str(older / "model")
+    assert evaluate(dapo, tmp_path, copy)["model"] == str(older / "model")
     assert f"{newest} " in dapo.err
     (older / "state.pt").unlink()
     dapo("eval", copy, code=2)  # none is left

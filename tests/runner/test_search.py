@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from dapo_runner.config import Config, StudyConfig, flatten, load_config, parse, read_recipe
+from dapo_runner.config import load_config
 from dapo_runner.policy.model import load_tokenizer
-from dapo_runner.tools.study.plan import plan_runs
 from dapo_runner.types import Completion, Prompt
 from examples import search
 
@@ -70,16 +68,3 @@ def test_the_files_fit_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert tokenizer.unk_token_id not in (*prompt, *response)
         assert len(prompt) <= config.rollout.max_prompt_tokens
         assert len(response) == len(search.read_walk(row["completion"]))
-
-
-def test_the_studies_agree_on_the_runs_that_they_share_and_a_rung_changes_one_thing() -> None:
-    configs, changed = dict[Path, Config](), []
-    for path in sorted((RECIPE.parent / "studies").glob("search-*.yaml")):
-        study = parse(read_recipe(path), StudyConfig)
-        runs = plan_runs(study, RECIPE)
-        assert all(configs.setdefault(run.folder, run.config) == run.config for run in runs)
-        if study.name == "search-ladder":
-            rungs = [flatten(run.config.model_dump(exclude={"run": {"output_dir"}})) for run in runs if run.seed == 0]
-            pairs = pairwise(rungs)
-            changed = [{key for key in one.keys() | other if one.get(key) != other.get(key)} for one, other in pairs]
-    assert [len(keys) for keys in changed] == [1, 1, 1, 1, 1]

@@ -49,16 +49,6 @@ def with_layers(recipe: Path, n: int, folder: Path) -> str:
     return f"model.path={folder}"
 
 
-def check_page(recipe: Path, config: Config, found: Simulation) -> None:
-    """The recipe's line in docs/cluster.md."""
-    lines = (RECIPES.parent / "docs" / "cluster.md").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"| `{recipe.stem}` |")]
-    phases = phase_peaks(config, found)
-    formulas = float(describe(config, found)["update"].split()[-2])
-    sizes = [phases["update"] / 2**30, formulas, phases["rollout"] / 2**30]
-    assert line.removesuffix(" |").split(" | ")[2:] == [f"{size:.1f} GiB" for size in sizes]
-
-
 @pytest.mark.parametrize(
     ("recipe", "parameters"),  # by the models' cards
     [
@@ -69,10 +59,15 @@ def check_page(recipe: Path, config: Config, found: Simulation) -> None:
     ids=["32b", "7b", "8b"],
 )
 def test_all_layers_of_a_recipe(recipe: Path, parameters: float) -> None:
+    """The recipe's line in docs/cluster.md."""
     config, shape, found = simulated(recipe)
     assert shape.parameters == pytest.approx(parameters, rel=1e-3)
     assert fits(config, found)
-    check_page(recipe, config, found)
+    lines = (RECIPES.parent / "docs" / "cluster.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| `{recipe.stem}` |")]
+    phases, formulas = phase_peaks(config, found), float(describe(config, found)["update"].split()[-2])
+    sizes = [phases["update"] / 2**30, formulas, phases["rollout"] / 2**30]
+    assert line.removesuffix(" |").split(" | ")[2:] == [f"{size:.1f} GiB" for size in sizes]
 
 
 @pytest.mark.ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,14 +81,12 @@ def test_only_the_policys_turns_of_an_example_train(drawn: float, monkeypatch: p
     assert turns.calculator(problem.question) == int(problem.answer)
 
 
-@pytest.mark.parametrize("turns", ["1 / 0", "'132'", "['4', '+']", "['4', 5, '6']", "['4', 'higher', '5']"])
-def test_turns_that_cannot_be_shown_are_refused(turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "no_turns.py").write_text(f"def shown(*_):\n    return {turns}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "no_turns", raising=False)
+@pytest.mark.parametrize("shown", ["1 / 0", "'132'", "['4', '+']", "['4', 5, '6']", "['4', 'higher', '5']"])
+def test_turns_that_cannot_be_shown_are_refused(shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "shown", lambda *_: eval(shown), raising=False)
     raw = small_recipe()
-    raw["model"]["tiny"]["warmup"] |= {"steps": 1, "turns": "no_turns:shown"}
-    with refused("model.tiny.warmup.turns", parts=["no_turns:shown", "47+85", "132"]):
+    raw["model"]["tiny"]["warmup"] |= {"steps": 1, "turns": "examples.turns:shown"}
+    with refused("model.tiny.warmup.turns", parts=["examples.turns:shown", "47+85", "132"]):
         _encode(ArithmeticProblem("+", (47, 85)), make_tokenizer(), parse_config(raw), random.Random(0))
 
 

@@ -150,6 +150,7 @@ def test_updates_of_a_critic(model_folder: Path, clip: float | None) -> None:
     sections = {"critic": critic, "advantage": {"kind": "gae"}, "optimizer": {"mini_batch_size": 8, "token_budget": 40}}
     learner, sequences = learner_of(model_folder, **sections, sampler={"prompts_per_step": 4}), earning()
     assert learner.critic is not None
+    assert not learner.critic.model.model.get_output_embeddings().weight.requires_grad
     minis = learner.prepare(sequences)
     assert [len(mini.micro_batches) > 1 for mini in minis] == [True, True]
     clipped = []
