@@ -58,14 +58,54 @@ def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
         assert out.strip().splitlines()[-1].endswith(str(run / "report.png"))
 
 
+@pytest.fixture
+def files(tmp_path: Path, start: Path) -> dict[str, Path]:
+    (tmp_path / "empty").mkdir()
+    rows = [{"question": f"{number}+1", "answer": f"#### {number + 1}"} for number in range(3)]
+    good, bad = write_rows(tmp_path / "good.jsonl", rows), write_rows(tmp_path / "bad.jsonl", [{"problem": "1+1"}])
+    return {"MODEL": start, "GOOD": good, "BAD": bad, "EMPTY": tmp_path / "empty"}
+
+
+def with_paths(text: str, files: dict[str, Path]) -> str:
+    for name, path in files.items():
+        text = text.replace(name, str(path))
+    return text
+
+
+# Names in capitals are files: of the fixture above, a recipe and a run.
+ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD data.eval_size=1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ("train RECIPE reward.kind=nowhere:f --dry-run", "reward.kind"),
+        (f"train RECIPE {ON_FILES} data.path=BAD", "BAD, row 1: data.columns"),
+        (f"train RECIPE {ON_FILES} data.eval_size=4", "data.eval_size"),
+        (f"train RECIPE {ON_FILES} rollout.max_prompt_tokens=1", "data.path: rollout.max_prompt_tokens"),
+        (f"train RECIPE {ON_FILES} data.chat_template=always", "data.chat_template"),
+        (f"train RECIPE {ON_FILES} model.path=EMPTY", "model.path"),
+        (f"train RECIPE {ON_FILES} model.path=no/such/model", "model.path"),
+        (
+            f"train RECIPE {ON_FILES} rollout.max_response_tokens=99 optimizer.token_budget=128",
+            "rollout.max_response_tokens",
+        ),
+        (f"train RECIPE {ON_FILES} loss.overrides.kl_coef=0.1 loss.reference=EMPTY", "loss.reference"),
+        (f"train RECIPE {ON_FILES} model.attention=varlen", "model.attention"),
+        ("train RECIPE algorithm=dapo loss.overrides.epsilon_high=0.3", "loss: 'clip_high'"),
+        ("train RECIPE advantage.kind=math:advantage", "advantage.kind"),
+        ("train RECIPE data.arithmetic.train_size=99", "data.arithmetic"),
+        ("train RECIPE data.format=gsm8k data.path=GOOD", "model.tiny"),
+        ("train RECIPE model.tiny.warmup.stop_at=0.5 model.tiny.warmup.examples=60", "model.tiny.warmup.stop_at"),
+        ("train RECIPE data.template=dapo", "data.template"),
+        ("train RECIPE run.output_dir=GOOD", "run.output_dir"),
+        ("train RECIPE env.kind=absent:Game", "env.kind"),
+        ("train RECIPE env.tools=[operator:add]", "env"),
+        ("train RECIPE reward.kind=nowhere:f", "reward.kind"),
         ("train RECIPE run.device=cuda:99", "run.device"),
         ("train RECIPE run.device=gpu", "run.device"),
-        ("train RECIPE run.device=meta --dry-run", "run.device"),
+        ("train RECIPE run.device=meta", "run.device"),
         ("train RECIPE run.form=x@1", "run.form: 'from'"),
+        ("train nowhere.yaml", "nowhere.yaml"),
         ("eval RECIPE model.tiny=null model.path=/nowhere", "model.path"),
         ("eval RECIPE", "RECIPE: model.path"),
         (
@@ -75,16 +115,19 @@ def test_train_ends_with_a_table_and_the_picture(run: Path) -> None:
         ("eval RUN --json nowhere/figures.json", "--json"),
         ("eval RUN/checkpoints", "RUN/checkpoints: config.yaml"),
         ("eval nothing", "nothing"),
-        ("train nowhere.yaml", "nowhere.yaml"),
         ("report nowhere", "nowhere/metrics.jsonl"),
         ("doctor now", "dapo doctor: 'now'"),
     ],
 )
-def test_mistakes_are_one_line_and_code_two(arguments: str, names: str, run: Path, tmp_path: Path, dapo: Dapo) -> None:
-    recipe = str(write_recipe(tmp_path))
-    names, arguments = (x.replace("RECIPE", recipe).replace("RUN", str(run)) for x in (names, arguments))
-    dapo.refuses(names, *arguments.split())
-    assert dapo.err.count("\n") == 1
+def test_mistakes_are_one_line_and_code_two(
+    arguments: str, names: str, run: Path, files: dict[str, Path], tmp_path: Path, dapo: Dapo
+) -> None:
+    """A dry run refuses what a run refuses."""
+    files |= {"RECIPE": write_recipe(tmp_path), "RUN": run}
+    names = with_paths(names, files)
+    for dry in (["--dry-run"], []) if arguments.startswith("train") else ([],):
+        dapo.refuses(names, *with_paths(arguments, files).split(), *dry)
+        assert dapo.err.count("\n") == 1
 
 
 def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,53 +231,6 @@ def test_recipes_are_found_by_name_anywhere(tmp_path: Path, dapo: Dapo, monkeypa
     assert re.search(r"per step +32\D+16\D+512\b", plans[0])
 
 
-# Names in capitals are files of the fixture below.
-ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD data.eval_size=1"
-
-
-@pytest.fixture
-def files(tmp_path: Path, start: Path) -> dict[str, Path]:
-    (tmp_path / "empty").mkdir()
-    rows = [{"question": f"{number}+1", "answer": f"#### {number + 1}"} for number in range(3)]
-    good, bad = write_rows(tmp_path / "good.jsonl", rows), write_rows(tmp_path / "bad.jsonl", [{"problem": "1+1"}])
-    return {"MODEL": start, "GOOD": good, "BAD": bad, "EMPTY": tmp_path / "empty"}
-
-
-def arguments_of(overrides: str, files: dict[str, Path]) -> list[str]:
-    for name, path in files.items():
-        overrides = overrides.replace(name, str(path))
-    return overrides.split()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "names"),
-    [
-        (f"{ON_FILES} data.path=BAD", "BAD, row 1: data.columns"),
-        (f"{ON_FILES} data.eval_size=4", "data.eval_size"),
-        (f"{ON_FILES} rollout.max_prompt_tokens=1", "data.path: rollout.max_prompt_tokens"),
-        (f"{ON_FILES} data.chat_template=always", "data.chat_template"),
-        (f"{ON_FILES} model.path=EMPTY", "model.path"),
-        (f"{ON_FILES} model.path=no/such/model", "model.path"),
-        (f"{ON_FILES} rollout.max_response_tokens=99 optimizer.token_budget=128", "rollout.max_response_tokens"),
-        (f"{ON_FILES} loss.overrides.kl_coef=0.1 loss.reference=EMPTY", "loss.reference"),
-        (f"{ON_FILES} model.attention=varlen", "model.attention"),
-        ("algorithm=dapo loss.overrides.epsilon_high=0.3", "loss: 'clip_high'"),
-        ("advantage.kind=math:advantage", "advantage.kind"),
-        ("data.arithmetic.train_size=99", "data.arithmetic"),
-        ("data.format=gsm8k data.path=GOOD", "model.tiny"),
-        ("model.tiny.warmup.stop_at=0.5 model.tiny.warmup.examples=60", "model.tiny.warmup.stop_at"),
-        ("data.template=dapo", "data.template"),
-        ("run.output_dir=GOOD", "run.output_dir"),
-        ("env.kind=absent:Game", "env.kind"),
-        ("env.tools=[operator:add]", "env"),
-    ],
-)
-def test_a_dry_run_refuses_too(overrides: str, names: str, files: dict[str, Path], tmp_path: Path, dapo: Dapo) -> None:
-    command = ["train", write_recipe(tmp_path), *arguments_of(overrides, files)]
-    for dry in (["--dry-run"], []):
-        dapo.refuses(names.replace("BAD", str(files["BAD"])), *command, *dry)
-
-
 def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, dapo: Dapo) -> None:
     (checkpoint := tmp_path / "runs" / "small" / "checkpoints" / "step_000002").mkdir(parents=True)
     for dry in (["--dry-run"], []):
@@ -244,7 +240,7 @@ def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, dapo: Dapo) -> None:
 def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path: Path, dapo: Dapo) -> None:
     """The resolved configuration, the departures from the algorithm and the sizes."""
     recipe = write_recipe(tmp_path)
-    given = ["algorithm=grpo", "sampler.filter_groups=true", *arguments_of(ON_FILES, files)]
+    given = ["algorithm=grpo", "sampler.filter_groups=true", *with_paths(ON_FILES, files).split()]
     out = dapo("train", recipe, *given, "--dry-run")
     printed = yaml.safe_load(out[: out.index("\n\n")])
     assert printed["optimizer"]["lr"] == load_config(recipe, given).optimizer.lr
@@ -259,7 +255,7 @@ def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path:
 def test_answers_that_no_response_matches(files: dict[str, Path], tmp_path: Path, dapo: Dapo) -> None:
     rows = [{"question": f"{number}+1", "answer": answer} for number, answer in enumerate(("1", "x", "3"))]
     files["GOOD"] = write_rows(tmp_path / "rows.jsonl", rows)
-    given = arguments_of(f"{ON_FILES} data.format=auto data.eval_size=0 reward.kind=integer", files)
+    given = with_paths(f"{ON_FILES} data.format=auto data.eval_size=0 reward.kind=integer", files).split()
     command = ["train", write_recipe(tmp_path), *given, "--dry-run"]
     assert "1 of 3" in dapo(*command, "data.columns={prompt: question, answer: answer}")
     command += ["algorithm=on_policy_distillation", f"distillation.teacher={files['MODEL']}"]
@@ -276,7 +272,7 @@ def test_a_cached_tokenizer(
     shutil.copytree(files["MODEL"], folder / "snapshots" / ("0" * 40))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    command = ["train", write_recipe(tmp_path), *arguments_of(ON_FILES, files), "--dry-run"]
+    command = ["train", write_recipe(tmp_path), *with_paths(ON_FILES, files).split(), "--dry-run"]
     for name, code in (("some/here", 2), ("some/where", 0)):
         assert re.search(r"data: 3\D+2\D+1\b", dapo(*command, f"model.path={name}"))
         dapo(*command, f"model.path={name}", "rollout.max_prompt_tokens=1", code=code)
@@ -298,7 +294,7 @@ def test_a_model_that_is_nowhere_is_not_waited_for(tmp_path: Path, monkeypatch: 
 def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: dict[str, Path]) -> None:
     """Its checkpoints hold one."""
     files["MODEL"] = shutil.copytree(files["MODEL"], tmp_path / "model")
-    recipe, given = write_recipe(tmp_path, steps=1), arguments_of(ON_FILES, files)
+    recipe, given = write_recipe(tmp_path, steps=1), with_paths(ON_FILES, files).split()
     run = train(load_config(recipe, given), Notes())
     shutil.rmtree(files["MODEL"])
     assert train(load_config(recipe, [*given, "run.steps=2"]), Notes()) == run

@@ -33,7 +33,6 @@ from dapo_runner.train import train
 
 Ending = tuple[str, int, list[signal.Signals], int | None]  # phase, the how-manieth, signals, the step that is saved
 CALLS = list[int]()
-STEADY: dict[str, Any] = {"filter_groups": False}  # every step samples in one round and makes two updates
 
 
 class LostError(Exception):
@@ -49,9 +48,9 @@ def send(*signals: signal.Signals) -> None:
 
 
 def rare(folder: Path, start: Path, **sections: Any) -> Config:
-    """Four steps, the only checkpoint after the last of them."""
-    run = {"save_every": 0} | sections.pop("run", {})
-    return config_in(folder, start, run=run, sampler=STEADY | sections.pop("sampler", {}), **sections)
+    """Four steps, each of one round and two updates; the only checkpoint after the last of them."""
+    run, sampler = {"save_every": 0} | sections.pop("run", {}), {"filter_groups": False} | sections.pop("sampler", {})
+    return config_in(folder, start, run=run, sampler=sampler, **sections)
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,25 +25,20 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "docs" / "cluster"
 
 
-@pytest.fixture
-def planned(dapo: Dapo) -> Callable[..., Namespace]:
+def plan(dapo: Dapo, *arguments: object) -> Namespace:
     """The command that a dry run prints before its plan, as torchrun reads it."""
-
-    def plan(*arguments: object) -> Namespace:
-        program, *options = shlex.split(dapo("launch", *arguments, "--dry-run").splitlines()[0])
-        read: Namespace = get_args_parser().parse_args(options)
-        assert (program, read.module, read.training_script) == ("torchrun", True, "dapo_runner")
-        return read
-
-    return plan
+    program, *options = shlex.split(dapo("launch", *arguments, "--dry-run").splitlines()[0])
+    read: Namespace = get_args_parser().parse_args(options)
+    assert (program, read.module, read.training_script) == ("torchrun", True, "dapo_runner")
+    return read
 
 
-def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, planned: Callable[..., Namespace]) -> None:
+def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, dapo: Dapo) -> None:
     recipe, overrides = str(write_recipe(tmp_path)), ["model.tiny.heads=8", "run.name=two ranks"]
-    read = planned(recipe, "--gpus", 2, overrides[0], "--max-restarts", 3, overrides[1])
+    read = plan(dapo, recipe, "--gpus", 2, overrides[0], "--max-restarts", 3, overrides[1])
     assert (read.standalone, read.nproc_per_node, read.max_restarts) == (True, "2", 3)
     assert read.training_script_args == ["train", recipe, *overrides]
-    read = planned(recipe, "--gpus", 8, "--nnodes", 2, "--rdzv-endpoint", "first:29500", *overrides)
+    read = plan(dapo, recipe, "--gpus", 8, "--nnodes", 2, "--rdzv-endpoint", "first:29500", *overrides)
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "first:29500")
     assert (read.rdzv_backend, read.standalone, read.max_restarts) == ("c10d", False, 0)
     assert not (tmp_path / "runs").exists()

@@ -1,8 +1,9 @@
-"""The loop: what a run leaves behind, where its time went, and that it is the same run every time."""
+"""The loop: what a run leaves behind, where its time went, that it is the same every time, and when it ends early."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import file_size_limit
+from builders import file_size_limit, make_config
 from fake_server import FakeServer
 from refusals import refused
 from small import AtPhase, Notes, config_in, events_of, steps_of
@@ -24,6 +25,7 @@ from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.worker import rollout_sampling
+from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.timing import PHASES, StepClock, time_split
 from dapo_runner.train import train
 
@@ -219,3 +221,69 @@ def test_asynchronous_episodes_lose_nothing(tmp_path: Path, model_folder: Path, 
     assert {len(group["samples"]) for step in steps for group in step.groups} == {4}
     assert sum(line.get("env/episodes", 0) for line in read_log(folder / "timings.jsonl")) >= 64
     assert max(steps_of(folder, "batch/age_max")) <= 2
+
+
+def rule_of(metric: str, **settings: Any) -> EarlyStop:
+    return EarlyStop(make_config(evaluation={"k": 4}, run={"early_stop": {"metric": metric, **settings}}))
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "settings", "ends"),
+    [
+        ("x", [0.1, 0.2, 0.2, 0.1, 0.15], {"patience": 3}, [5]),
+        ("x", [0.1, 0.2, 0.2, 0.1, 0.3, 0.3], {"patience": 3}, []),
+        ("x", [0.1, 0.9, 0.8, 1.0], {"patience": None, "target": 0.9}, [2, 4]),  # a run may go on: the last one decides
+        ("x", [None, 0.1, math.nan, None], {"patience": 2}, [4]),
+        ("cons@4", [0.5, "not logged", 0.5], {"patience": 1}, [3]),  # where a response has no extracted answer
+    ],
+)
+def test_after_which_evaluations_it_ends(metric: str, values: list[Any], settings: dict[str, Any], ends: Any) -> None:
+    rule, ended = rule_of(metric, **settings), []
+    for number, value in enumerate(values, start=1):
+        figures = {} if value == "not logged" else {f"eval/{metric}": value}
+        rule.replay({"kind": "eval", "step": number, **figures})
+        ended += [number] if rule.reason is not None else []
+    assert ended == ends
+
+
+@pytest.mark.parametrize("metric", ["avg@3", "cons@5"])
+def test_a_metric_that_is_not_logged_is_refused(metric: str) -> None:
+    with refused("run.early_stop.metric"):
+        rule_of(metric).observe(1, {"eval/avg@4": 0.5, "eval/reward": 0.5})
+
+
+def test_a_run_that_ended_early_is_saved_and_can_be_gone_on_with(start: Path, tmp_path: Path) -> None:
+    """At this rate no evaluation is better than the first one."""
+    folder = tmp_path / "small"
+
+    def run(patience: int | None, steps: int = 6) -> tuple[int, Notes]:
+        """Its last step, and what it noted."""
+        stop = None if patience is None else {"patience": patience}
+        rare = {"early_stop": stop, "steps": steps, "eval_every": 1, "save_every": 10}
+        train(config_in(tmp_path, start, run=rare, optimizer={"lr": 1e-30}), notes := Notes())
+        return read_log(folder / "metrics.jsonl")[-1]["step"], notes
+
+    last, notes = run(2)
+    assert last == 2
+    assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [2]
+    assert any("step 2" in line and "avg@2" in line and "run.early_stop.patience=2" in line for line in notes.lines)
+    before = (folder / "metrics.jsonl").read_bytes()
+    run(2)  # the same command again
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert run(3)[0] == 3
+    assert run(None, steps=4)[0] == 4
+
+
+def test_a_budget_of_tokens_ends_a_run_wherever_it_was_stopped(start: Path, tmp_path: Path) -> None:
+    def generated(name: str, **run: Any) -> list[int]:
+        run = {"eval_every": 0, "save_every": 10, "name": name} | run
+        folder = train(config_in(tmp_path, start, run=run), Notes())
+        events = read_log(folder / "metrics.jsonl")
+        assert (events[0]["kind"], events[-1]["kind"]) == ("eval", "eval")
+        return steps_of(folder, "sampling/tokens")
+
+    free = generated("free")
+    budget = {"max_tokens": sum(free[:2]) + 1}
+    assert generated("stopped", **budget, steps=1) == free[:1]
+    assert generated("stopped", **budget) == free[:3]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path / "stopped" / CHECKPOINTS)] == [1, 3]
