@@ -104,7 +104,16 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ("train RECIPE run.device=gpu", "run.device"),
         ("train RECIPE run.device=meta", "run.device"),
         ("train RECIPE run.form=x@1", "run.form: 'from'"),
+        ("train RECIPE parallel.gpus=4 parallel.sequence=4 --dry-run", "parallel.sequence"),  # it has two heads
+        ("train RECIPE parallel.gpus=4 optimizer.offload=true --dry-run", "optimizer.offload"),
         ("train nowhere.yaml", "nowhere.yaml"),
+        ("launch RECIPE --gpus 0", "--gpus"),
+        ("launch RECIPE --gpus 2 --nnodes 2", "--rdzv-endpoint"),
+        ("launch RECIPE --gpus 2 --rdzv-endpoint first:29500", "--rdzv-endpoint"),
+        ("launch RECIPE --gpus 2 --max-restarts -1", "--max-restarts"),
+        ("launch RECIPE --gpus 2 parallel.gpus=4", "parallel.gpus"),
+        ("launch RECIPE --gpus 2 parallel.sequence=4", "parallel.sequence"),
+        ("launch RECIPE --gpus 2 --standalone", "--standalone"),
         ("eval RECIPE model.tiny=null model.path=/nowhere", "model.path"),
         ("eval RECIPE", "RECIPE: model.path"),
         (
@@ -307,10 +316,3 @@ def test_a_machine_without_the_memory_is_refused() -> None:
     with refused("rollout.engine") as caught:  # vLLM, which is not installed beside the tests
         check_needs(load_config(recipe, ["optimizer.offload=false"]))
     assert "optimizer.offload" not in str(caught.value)
-
-
-@pytest.mark.parametrize("setting", ["parallel.sequence=4", "optimizer.offload=true"])
-def test_it_checks_the_layout_of_all_ranks(setting: str, tmp_path: Path, dapo: Dapo) -> None:
-    """Two attention heads, and one process."""
-    command = ["train", write_recipe(tmp_path), "parallel.gpus=4", setting, "--dry-run"]
-    dapo.refuses(setting.partition("=")[0], *command)

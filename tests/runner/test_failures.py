@@ -160,24 +160,19 @@ def test_a_mismatch_above_the_limit_warns(tmp_path: Path, start: Path) -> None:
     assert above == sum("rollout.max_mismatch_kl" in line for line in notes.lines) > 0
 
 
-def test_a_step_that_would_end_too_late_is_given_up(whole: Path, tmp_path: Path, start: Path) -> None:
+@pytest.mark.parametrize(("phase", "call", "evaluated"), [("rollout", 3, [0, 2]), ("evaluate", 2, [0])])
+def test_what_would_end_too_late_is_given_up(
+    phase: str, call: int, evaluated: list[int], whole: Path, tmp_path: Path, start: Path
+) -> None:
     """The signal is first answered with a promise to save the step; another line takes it back."""
-    late, notes = rare(tmp_path, start, run={"grace": 1e-9}), AtPhase("rollout", 3, lambda: send(SIGTERM))
+    late, notes = rare(tmp_path, start, run={"grace": 1e-9}), AtPhase(phase, call, lambda: send(SIGTERM))
     with pytest.raises(StepGivenUpError) as given_up:
         train(late, notes)
     assert saved_steps(tmp_path) == [2]
+    assert [event["step"] for event in events_of(tmp_path / "small", "eval")] == evaluated
     (abandoned,) = [line for line in notes.lines if str(given_up.value) in line]
     assert "step 2 " in abandoned
     assert [line for line in notes.lines if "step 2 " in line and line != abandoned]  # it is saved
-    assert without_sync(train(late, Notes())) == without_sync(whole)
-
-
-def test_an_evaluation_that_would_end_too_late_is_made_up_for(whole: Path, tmp_path: Path, start: Path) -> None:
-    late = rare(tmp_path, start, run={"grace": 1e-9})
-    with pytest.raises(StepGivenUpError):
-        train(late, AtPhase("evaluate", 2, lambda: send(SIGTERM)))
-    assert saved_steps(tmp_path) == [2]
-    assert [event["step"] for event in events_of(tmp_path / "small", "eval")] == [0]
     assert without_sync(train(late, Notes())) == without_sync(whole)
 
 

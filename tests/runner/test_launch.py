@@ -44,23 +44,6 @@ def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, dapo: 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        ("--gpus 0", "--gpus"),
-        ("--gpus 2 --nnodes 2", "--rdzv-endpoint"),
-        ("--gpus 2 --rdzv-endpoint first:29500", "--rdzv-endpoint"),
-        ("--gpus 2 --max-restarts -1", "--max-restarts"),
-        ("--gpus 2 parallel.gpus=4", "parallel.gpus"),
-        ("--gpus 2 parallel.sequence=4", "parallel.sequence"),
-        ("--gpus 2 --standalone", "--standalone"),
-    ],
-)
-def test_mistakes_start_nothing(arguments: str, key: str, tmp_path: Path, dapo: Dapo) -> None:
-    dapo.refuses(key, "launch", write_recipe(tmp_path), *arguments.split())
-    assert "torchrun" not in dapo.out
-
-
 def test_a_plan_is_that_of_all_ranks(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for device, lines in (("auto", 1), ("cpu", 0)):

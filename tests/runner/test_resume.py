@@ -141,33 +141,16 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
     return [sample for step in saved for group in step.groups for sample in group["samples"]]
 
 
-def test_pairs_have_one_chosen_and_one_rejected_response(whole: Callable[[str], Path]) -> None:
-    run = whole("dpo")
-    counts = [steps_of(run, f"train/{key}") for key in ("updates", "pairs", "ties")]
-    assert {n + ties for updates, n, ties in zip(*counts, strict=True) if updates} == {4}
-    assert any(steps_of(run, "train/margin")[1:])
-    for path in saved_steps(run / "rollouts").values():
-        given = [sample["advantage"] for group in read_step(path).groups for sample in group["samples"]]
-        assert given.count(1.0) == given.count(-1.0)
-        assert set(given) <= {1.0, -1.0, 0.0}
-
-
-@pytest.mark.parametrize("kind", ["spo_chain", "spo_tree"])
-def test_segments_add_up_to_their_response(kind: str, whole: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("kind", "figure"), [("spo_chain", "continuations"), ("spo_tree", "waiting")])
+def test_segments_add_up_to_their_response(kind: str, figure: str, whole: Callable[[str], Path]) -> None:
     folder = whole(kind)
     assert any(value > 0 for value in steps_of(folder, "segments/advantage"))
+    assert min(steps_of(folder, f"segments/{name}")[0] for name in ("tokens", figure)) > 0
+    timed = ["seconds/segments" in event for event in read_log(folder / "timings.jsonl")]
+    assert timed[1:] == 3 * [kind == "spo_chain"]
     for sample in samples_of(folder):
         assert sum(segment["length"] for segment in sample["segments"]) == sample["tokens"]
         assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
-    if kind == "spo_tree":  # of whole trees some responses wait for a later step
-        assert steps_of(folder, "segments/tokens")[0] > 0
-        assert steps_of(folder, "sampling/carried_out")[0] > 0
-        assert steps_of(folder, "segments/waiting")[0] > 0
-        assert steps_of(folder, "batch/age_max")[1] == 1
-    else:
-        counts = [steps_of(folder, f"segments/{key}") for key in ("continuations", "prefixes")]
-        assert all(n == 3 * prefixes for n, prefixes in zip(*counts, strict=True))
-        assert all(event["seconds/segments"] > 0 for event in read_log(folder / "timings.jsonl")[1:])
 
 
 def test_figures_are_those_of_whole_trees(start: Path, tmp_path: Path) -> None:
