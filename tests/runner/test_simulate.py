@@ -32,10 +32,9 @@ from dapo_runner.preflight.simulate import Observer, Simulation, full_mini_batch
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PAPER, SEVEN, EIGHT = (RECIPES / f"{name}.yaml" for name in ("qwen2.5-32b", "qwen2.5-7b-8gpu", "qwen3-8b-2x8"))
 FULL, LORA = (RECIPES / f"{name}.yaml" for name in ("qwen3-8b-1gpu", "qwen3-8b-lora-1gpu"))
-Simulated = tuple[Config, ModelShape, Simulation]
 
 
-def simulated(recipe: Path, *overrides: str) -> Simulated:
+def simulated(recipe: Path, *overrides: str) -> tuple[Config, ModelShape, Simulation]:
     config = load_config(recipe, overrides)
     shape = model_shape(config.model)
     assert shape is not None

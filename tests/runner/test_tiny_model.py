@@ -17,7 +17,6 @@ from dapo_runner.run.tiny_model import (
     TOOL_WORDS,
     WORDS,
     _encode,
-    check_tiny,
     ensure_tiny_model,
     make_tokenizer,
     with_repeats,
@@ -42,7 +41,6 @@ def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
         raw = small_recipe(output_dir=str(tmp_path))
         raw["model"]["tiny"]["warmup"] |= warmup
         config, lines = parse_config(raw), list[str]()
-        check_tiny(config)
         assert ensure_tiny_model(config, tmp_path / "model", lines.append) == tmp_path / "model"
         return lines
 
@@ -50,8 +48,6 @@ def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
     assert warm_up() == []  # it is there
     (line,) = warm_up(turns="random:random")  # which may be others than it was shown
     assert str(tmp_path / "model") in line
-    with refused("model.tiny.warmup.stop_at"):  # no problem is left to measure it with
-        warm_up(stop_at=0.5, examples=60)
 
 
 class Fixed(random.Random):
