@@ -1,5 +1,5 @@
 // The launchers of csrc/cuda/launch.h on the host: the kernels' own headers, under launch.cpp as it is. Built by
-// test_cuda.py in place of the .cu files.
+// test_elsewhere.py in place of the .cu files.
 //
 // The cluster kernel runs whole, its threads taking turns (cuda_threads.h); of the others, threads and blocks are loops
 // around the same phases.
@@ -130,36 +130,10 @@ void token_loss(int64_t n, const float* logprobs, const TokenInputs& tokens, con
   for (int64_t i = 0; i < n; ++i) losses[i] = write_token_loss(i, logprobs, tokens, objective, out);
 }
 
-// How often the threads of a row that starts at `address` fetch, sum and write each element.
-std::vector<std::vector<int>> coverage(int n_cols, int itemsize, uintptr_t address) {
-  const Slicing cut = slicing(n_cols, itemsize);
-  const int per_vector = cut.vector_elements();
-  std::vector<int> fetched(n_cols), summed(n_cols), written(n_cols);
-  for (int k = 0; k < cut.n_slices; ++k) {
-    const Slice s = slice_of(cut, k, reinterpret_cast<const void*>(address));
-    for (int e = 0; e < s.n_words * per_vector; ++e) ++fetched.at(s.first + e);
-    for (int t = 0; t < n_tiles(cut.per_slice); ++t) {
-      for (int thread = 0; thread < kThreads; ++thread) {
-        for (int j = 0; j < kPerThread; ++j) {
-          const int v = tile_index(t, j, thread);
-          for (int e = v * per_vector; e < min_of((v + 1) * per_vector, s.n); ++e) {
-            ++summed.at(s.first + e);
-            if (v >= s.n_words) ++fetched.at(s.first + e);
-            if (v < s.n_words) ++written.at(s.first + e);
-          }
-        }
-      }
-    }
-    for (int e = s.n_words * per_vector; e < s.n; ++e) ++written.at(s.first + e);
-  }
-  return {fetched, summed, written};
-}
-
 }  // namespace cuda
 }  // namespace dapo
 
 PYBIND11_MODULE(cuda_coverage, m) {
-  m.def("coverage", &dapo::cuda::coverage);
   m.def("take_turns", [](unsigned seed) { dapo::cuda::turns = seed; });
   m.def("pretend", [](int multiprocessors, int capability, int shared_bytes, bool cluster_code) {
     const int next = pretended.index + 1;  // launch.cpp asks a device once
@@ -173,10 +147,6 @@ PYBIND11_MODULE(cuda_coverage, m) {
       n += dapo::base2_scale<dapo::DoubleFloat>(tau) != dapo::base2_scale(tau);
     }
     return n;
-  });
-  m.def("log_of", [](float x) {
-    const dapo::DoubleFloat y = dapo::log_of<dapo::DoubleFloat>(x);
-    return static_cast<double>(y.hi) + y.lo;
   });
   m.def("scalars", [](float x, float max, float sum, float weighted, float tau, float w, float v) {
     const auto of = [&](auto zero) {

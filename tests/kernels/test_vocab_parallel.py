@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import call_linear, call_logits, linear_case, logits_case, solve
+from cases import LORA_SCALE, Case, call_linear, linear_case, logits_case, pad, solve
+from entries import lora_of
 from oracle import Options
 from ranks import on_ranks
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from vocab_parallel import CLOSE, CUTS, LENGTHS, Group, H, T, V, columns, compare, of_mine, options_of, refusing, share
-from vocab_parallel_refusals import refusals
-from vocab_parallel_tensors import (
-    distributed_tensors,
-    low_rank_factors,
-    the_page,
-    with_fsdp,
+from vocab_parallel import (
+    CLOSE,
+    CUTS,
+    LENGTHS,
+    Group,
+    H,
+    T,
+    V,
+    alike,
+    columns,
+    compare,
+    of_mine,
+    options_of,
+    refusing,
+    share,
 )
+from vocab_parallel_refusals import refusals
 
 from dapo_kernels import (
     OBJECTIVES,
+    LoraFactors,
     dapo_loss,
     linear_dapo_loss,
     linear_preference_loss,
@@ -197,6 +210,131 @@ def second_derivative(group: Group) -> None:
         grad.sum().backward()
 
 
+# --- what torch itself cuts -------------------------------------------------------------------------------
+
+
+def full(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def distributed_heads(group: Group) -> None:
+    """Heads that say themselves how they are cut; hidden states that lie as sequence parallelism leaves them."""
+    mesh, n_ranks, rank = DeviceMesh.from_group(group, "cpu"), group.size(), group.rank()
+    case = linear_case(V, H, LENGTHS, bias=True, seed=11, rank=3)
+    tokens = (case.target_ids, case.old_logprobs, case.advantages)
+    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, temperature=0.7)
+    for placement in (Shard(0), Replicate()):
+        cuts = {"weight": placement, "bias": placement, "lora_a": Replicate(), "lora_b": placement}
+        x = {name: distribute_tensor(case.leaves[name], mesh, [cut]).requires_grad_() for name, cut in cuts.items()}
+        options = {"bias": x["bias"], "lora": lora_of(x), "mask": case.mask, "temperature": 0.7}
+        hidden = case.leaves["hidden"].clone().requires_grad_()
+        replicated, by_sequence = (
+            distribute_tensor(case.leaves["hidden"], mesh, [cut]).requires_grad_() for cut in (Replicate(), Shard(0))
+        )
+        local = by_sequence.to_local().detach().requires_grad_()
+        calls: list[tuple[Tensor, dict[str, Any]]] = [(hidden, {}), (replicated, {}), (hidden, {"group": group})]
+        if placement == Shard(0):
+            calls += [(by_sequence, {}), (local, {"sequence_parallel": True})]
+        for states, more in calls:
+            leaves = {**x, "hidden": states}
+            for leaf in leaves.values():
+                leaf.grad = None
+            got = linear_dapo_loss(states, x["weight"], *tokens, **options, **more)
+            got.loss.backward()
+            grads, grad = {name: full(leaf.grad) for name, leaf in leaves.items()}, expected["hidden"]
+            if states is local:
+                grad = distribute_tensor(grad, mesh, [Shard(0)]).to_local()
+            alike(group, got, whole, grads, {**expected, "hidden": grad}, f"{placement}", **CLOSE[torch.float32])
+        if placement == Shard(0):  # padded: the sequence is the second dimension
+            part = pad(case.leaves["hidden"], LENGTHS, 12, 0.0).chunk(n_ranks, 1)[rank].clone().requires_grad_()
+            how = {**options, "mask": pad(case.mask, LENGTHS, 12, 0).bool(), "sequence_parallel": True}
+            linear_dapo_loss(part, x["weight"], *(pad(y, LENGTHS, 12, 0) for y in tokens), **how).loss.backward()
+            own_part = pad(expected["hidden"], LENGTHS, 12, 0.0).chunk(n_ranks, 1)[rank]
+            torch.testing.assert_close(part.grad, own_part, **CLOSE[torch.float32])
+            for name, wrong in {"a": x["lora_b"], "b": x["lora_a"]}.items():
+                with refusing(ValueError, f"lora.{name}"):
+                    factors = LoraFactors(wrong, wrong, LORA_SCALE)
+                    linear_dapo_loss(hidden, x["weight"], *tokens, **{**options, "lora": factors})
+    # The ranks' dice differ: the first one's count, also where each has the whole head (the last placement).
+    dice = {"generator": torch.Generator().manual_seed(rank), "mask": case.mask, "clip_cov": (0.3, -9.0, 9.0)}
+    loss = linear_dapo_loss(hidden, x["weight"], *tokens, objective="clip_cov", **dice).loss.detach()
+    first = loss.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    assert torch.equal(first, loss)
+
+
+def distributed_logits(group: Group) -> None:
+    """In place too, where the local part is a view that torch's own function made."""
+    case, mesh = logits_case(V, LENGTHS, seed=16), DeviceMesh.from_group(group, "cpu")
+    tokens, leaf = (case.target_ids, case.old_logprobs, case.advantages), case.fresh()["logits"]
+    for objective, in_place in (("dapo", False), ("dapo", True), ("gspo", True)):
+        how = {"objective": objective, "mask": case.mask, "cu_seqlens": case.cu_seqlens, "inplace_backward": in_place}
+        (expected,) = torch.autograd.grad(dapo_loss(leaf * 1, *tokens, **how).loss, leaf)
+        for placement, more in ((Shard(1), {}), (Replicate(), {}), (Shard(1), {"group": group})):
+            rows = distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()
+            dapo_loss((rows * 1).to_local() if more else rows * 1, *tokens, **how, **more).loss.backward()
+            torch.testing.assert_close(full(rows.grad), expected, **CLOSE[torch.float32])
+
+
+def the_page(group: Group) -> None:
+    """The snippets of docs/vocabulary-parallel.md."""
+    page = (Path(__file__).parents[2] / "docs/vocabulary-parallel.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"<!-- vocabulary: \w+ -->\n```python\n(.+?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    case = linear_case(V, H, LENGTHS, seed=17)
+    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
+    mine = columns((34, 33), group)
+    hidden = case.leaves["hidden"].clone().requires_grad_()
+    names: dict[str, Any] = {"targets": case.target_ids, **case.tensors("old_logprobs", "advantages", "mask")}
+    names |= {"linear_dapo_loss": linear_dapo_loss, "distribute_tensor": distribute_tensor, "Shard": Shard}
+    names |= {"hidden": hidden, "my_rows": case.leaves["weight"][mine].clone().requires_grad_(), "tp_group": group}
+    names |= {"whole_weight": case.leaves["weight"], "tp_mesh": DeviceMesh.from_group(group, "cpu")}
+    for snippet in snippets:
+        exec(snippet, names)
+        grads = {"weight": names["my_rows"].grad, "hidden": hidden.grad}
+        alike(group, names["out"], whole, grads, of_mine(expected, mine), snippet, **CLOSE[torch.float32])
+
+
+class Network(nn.Module):
+    """A body that FSDP2 shards and a head that the tensor-parallel ranks share."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.body = nn.Linear(H, H)
+        self.head = nn.Linear(H, V)
+        self.head.weight.data.copy_(case.leaves["weight"])
+
+    def forward(self, states: Tensor, *tokens: Tensor, denominator: float) -> Tensor:
+        hidden = torch.tanh(self.body(states))
+        head = {"weight": self.head.weight, "bias": self.head.bias}
+        return linear_dapo_loss(hidden, target_ids=tokens[0], old_logprobs=tokens[1], advantages=tokens[2], **head,
+                                denominator=denominator).loss  # fmt: skip
+
+
+def with_fsdp() -> None:
+    """TP × FSDP2: 2 × 2 ranks, each pair of which has half of the tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    case = linear_case(V, H, LENGTHS, seed=15)
+    inputs = (case.leaves["hidden"], case.target_ids, case.old_logprobs, case.advantages)
+    torch.manual_seed(0)
+    whole = Network(case)
+    whole(*inputs, denominator=float(T)).backward()
+    torch.manual_seed(0)
+    model = Network(case)
+    for name in ("weight", "bias"):
+        shard = distribute_tensor(getattr(model.head, name).data, mesh["tp"], [Shard(0)])
+        setattr(model.head, name, nn.Parameter(shard))
+    fully_shard(model, mesh=mesh["dp"])
+    own = [x.chunk(2)[mesh["dp"].get_local_rank()] for x in inputs]
+    model(*own, denominator=T / 2).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, **CLOSE[torch.float32])
+
+
+# --- the ranks ----------------------------------------------------------------------------------------------
+
+
 def on_a_rank(rank: int) -> None:
     """All four ranks share a vocabulary, then each pair one of its own."""
     world = dist.group.WORLD
@@ -204,7 +342,8 @@ def on_a_rank(rank: int) -> None:
         every_option(world, cut, (torch.float32,))
     every_objective(world, CUTS[4][0])
     sixteen_bits(world, CUTS[4][0])
-    distributed_tensors(world)
+    distributed_heads(world)
+    distributed_logits(world)
     with_fsdp()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs[rank // 2]
@@ -215,7 +354,6 @@ def on_a_rank(rank: int) -> None:
             messages(group, cut)
         every_objective(group, CUTS[2][1])
         second_derivative(group)
-        low_rank_factors(group)
     if rank < 2:
         the_page(group)
         compiled(group, CUTS[2][0])
@@ -229,35 +367,16 @@ def test_the_whole_head_on_two_and_four_ranks() -> None:
     on_ranks(4, on_a_rank)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_one_rank(alone: None) -> None:
+def test_one_rank() -> None:
     """The same bits as without a group: nothing else runs."""
-    case = linear_case(V, H, LENGTHS, bias=True, seed=16)
-    whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
-    got, grads = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, group=dist.group.WORLD)
-    assert torch.equal(got.loss, whole.loss)
-    for name, grad in grads.items():
-        assert torch.equal(grad, expected[name])
-    distributed_tensors(dist.group.WORLD)
-
-
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if OBJECTIVES[name].one_pass])
-def test_the_gradient_over_the_logits_of_a_dtensor(alone: None, objective: str) -> None:
-    """Its local part is a view that torch's own function made."""
-    case, mesh = logits_case(V, LENGTHS, seed=16), DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    options = options_of(objective, case)
-    _, expected = call_logits(dapo_loss, case, objective, inplace_backward=True, **options)
-    tokens = (case.target_ids, case.old_logprobs, case.advantages)
-    for placement in (Shard(1), Replicate()):
-        for group in (None, dist.group.WORLD):
-            leaf = distribute_tensor(case.leaves["logits"], mesh, [placement]).requires_grad_()
-            rows = leaf * 1 if group is None else (leaf * 1).to_local()
-            how = {"objective": objective, "group": group, "inplace_backward": True, **options}
-            dapo_loss(rows, *tokens, **how).loss.backward()
-            assert torch.equal(leaf.grad.full_tensor(), expected)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        case = linear_case(V, H, LENGTHS, bias=True, seed=16)
+        whole, expected = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask)
+        got, grads = call_linear(linear_dapo_loss, case, "dapo", mask=case.mask, group=dist.group.WORLD)
+        assert torch.equal(got.loss, whole.loss)
+        assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
+        distributed_heads(dist.group.WORLD)
+        distributed_logits(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

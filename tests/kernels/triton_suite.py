@@ -13,46 +13,32 @@ from triton.runtime.interpreter import InterpreterBuilder
 from dapo_kernels.backends import residency, triton
 from dapo_kernels.backends.divergence import Distance
 
-CPU = torch.device("cpu")
-
-
-def sharing(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many programs share the rows as a GPU without a cache has SMs."""
-    monkeypatch.setitem(residency.GPUS, CPU, residency.Gpu(programs, 1, 1.0))
-
 
 def test_programs_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of a program for each row, dead and idle rows between them. The interpreter starts a program when the
-    one before has ended, as a GPU does with those that its SMs have no room for: it finds one row, its own.
+    """The bits of a program for each row, of a loss and of a divergence, dead and idle rows between them. The
+    interpreter starts a program when the one before has ended, as a GPU does with those that its SMs have no room for:
+    it finds one row, its own.
     """
     p, start = problem(random_rows(300, torch.float32), **OPTIONS["entropy"]), InterpreterBuilder.set_grid_idx
     outs, left = [], list[int]()
     for programs in (7, 3, 1):
-        rows = p.logits.clone()
+        monkeypatch.setitem(residency.GPUS, torch.device("cpu"), residency.Gpu(programs, 1, 1.0))  # without a cache
+        rows, others = p.logits.clone(), p.logits.clone()
         left.clear()
 
         def started(self: Any, *at: int, rows: Tensor = rows) -> None:
             left.append(int((rows == p.logits).all(1).sum()))
             start(self, *at)
 
-        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", started)
-        sharing(programs, monkeypatch)
-        outs.append((rows, *triton.row_loss_(rows, p.request, p.tokens, p.scalars)))
+        with monkeypatch.context() as patch:
+            patch.setattr(InterpreterBuilder, "set_grid_idx", started)
+            loss = triton.row_loss_(rows, p.request, p.tokens, p.scalars)
         assert left == [7, *range(programs - 1, 0, -1)]
-    for other in outs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
-
-
-def test_programs_that_share_rows_of_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, ref = problem(random_rows(300, torch.float32)), random_rows(300, torch.float32).flip(1)
-    outs = []
-    for programs in (7, 3, 1):
-        sharing(programs, monkeypatch)
-        rows = p.logits.clone()
-        found = triton.row_divergence_(rows, ref, p.request, p.tokens.weights + 1.0, Distance(0.4, None, None))
-        outs.append((rows, found))
+        upstream, ref = p.tokens.weights + 1.0, p.logits.flip(1)
+        found = triton.row_divergence_(others, ref, p.request, upstream, Distance(0.4, None, None))
         assert not found.isnan().any()
-        assert torch.equal((rows == 0).all(1), ~p.request.live)
+        assert torch.equal((others == 0).all(1), ~p.request.live)
+        outs.append((rows, *loss, others, found))
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
 
