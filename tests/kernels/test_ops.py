@@ -145,7 +145,7 @@ def gemm_flops(fn: Callable[[], Any]) -> float:
     return total
 
 
-BOTH = ("hidden", "weight")
+BOTH, FACTORS = ("hidden", "weight"), ("hidden", "lora_a", "lora_b")
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 16 * 101 * 4])
@@ -157,12 +157,14 @@ BOTH = ("hidden", "weight")
         (("weight",), 1, 0, 2),
         (BOTH, 0.25, 0, 0.75),
         (BOTH, 1, 0.5, 1 + 2 * 0.5),
+        (FACTORS, 1, 0, 2 + 4 * (3 * 101 + 4 * 16) / (101 * 16)),  # nothing of V x H beside the frozen head
     ],
 )
 def test_gemm_work(needs: tuple[str, ...], live: float, idle: float, gemms: float, chunk_bytes: int | None) -> None:
     """Three GEMMs with both gradients, two with a frozen half; the cost follows the share of live and active tokens."""
     n, vocab, width = 64, 101, 16
-    case = linear_case(vocab, width, (n,), seed=134, mask=torch.arange(n) < live * n)
+    rank = 4 if needs == FACTORS else 0
+    case = linear_case(vocab, width, (n,), seed=134, mask=torch.arange(n) < live * n, rank=rank)
     case.advantages[: int(idle * n)] = 0.0
     how = {"mask": case.mask, "chunk_bytes": chunk_bytes, "needs": needs}
     work = gemm_flops(lambda: call_linear(linear_dapo_loss, case, "reinforce", **how))
