@@ -48,6 +48,8 @@ def calls() -> dict[str, Call]:
     lists = SamplingMask.from_lists([[int(token), 3] if token != 3 else [3] for token in ids])
     own = {"sampling_mask": lists, "importance_weights": case.advantages, "denominator": 3.0, "clip_high": 0.3}
     own |= {"lora": LoraFactors(torch.ones(2, 4), torch.ones(11, 2)), "softcap": 3.0}
+    # Lists of kept tokens, cut at every chunk, of live tokens that do not stand together.
+    own |= {"chunk_bytes": 100, "mask": torch.tensor([1, 0, 1, 1, 0, 1]).bool()}
     return {
         "dapo_loss": (dapo_loss, {**logits, **of_loss, "inplace_backward": True}),
         "policy_loss_from_logits": (policy_loss_from_logits, {**logits, **of_loss, "objective": "gspo"}),
@@ -172,11 +174,9 @@ def test_compile_finds_the_backend_of_cuda_tensors(monkeypatch: pytest.MonkeyPat
     assert registry._reasons.pop("triton") is None
 
 
-@pytest.mark.parametrize("name", [*calls(), "rows in chunks"])
+@pytest.mark.parametrize("name", calls())
 def test_another_default_device(name: str) -> None:
-    function, given = calls()["linear_dapo_loss, lists and lora" if name == "rows in chunks" else name]
-    if name == "rows in chunks":  # lists of kept tokens, cut at every chunk, of live tokens that do not stand together
-        given |= {"chunk_bytes": 100, "mask": torch.tensor([1, 0, 1, 1, 0, 1]).bool()}
+    function, given = calls()[name]
     expected = function(**given)
     with torch.device("meta"):
         got = function(**given)
@@ -184,5 +184,4 @@ def test_another_default_device(name: str) -> None:
     for a, b in zip(got, expected, strict=True):
         if isinstance(b, torch.Tensor):
             assert torch.equal(a, b)
-    if summary is not None:
-        assert summary == summarize([expected.metrics, expected.metrics])
+    assert summary is None or summary == summarize([expected.metrics, expected.metrics])

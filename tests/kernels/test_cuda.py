@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,51 +51,43 @@ def test_the_first_row_of_the_defaults_that_fits_decides(monkeypatch: pytest.Mon
 def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each public function states its own, and where its rows start."""
     seen: list[str] = []
+    rows = [registry.Default(f"{call}, aligned", calls=(call,), aligned=True) for call in registry.CALLS]
+    rows += [registry.Default(call, calls=(call,), aligned=False) for call in registry.CALLS]
 
-    def default(device: torch.device, dtype: torch.dtype, vocab: int, call: str, starts: tuple[int, ...]) -> str:
-        rows = (
-            registry.Default("in place, aligned", calls=("in place",), aligned=True),
-            registry.Default("in place, other", calls=("in place",), aligned=False),
-            *(registry.Default(name, calls=(name,), aligned=True) for name in registry.CALLS[1:]),
-            registry.Default("other"),
-        )
-        monkeypatch.setattr(registry, "CUDA_DEFAULTS", rows)
-        seen.append(registry._cuda_default(device, dtype, vocab, call, starts))
+    def default(*given: Any) -> str:
+        seen.append(registry._cuda_default(*given))
         return "torch"
 
+    monkeypatch.setattr(registry, "CUDA_DEFAULTS", rows)
     monkeypatch.setattr(registry, "_default", default)
     ids, advantages = torch.tensor([0, 1]), torch.ones(2)
     for vocab, in_place, needs_gradient, loss, stats in (
-        (8, True, True, "in place, aligned", "new gradient"),
-        (7, True, True, "in place, other", "other"),
-        (8, False, True, "new gradient", "new gradient"),
-        (8, True, False, "no gradient", "no gradient"),
+        (8, True, True, "in place, aligned", "new gradient, aligned"),
+        (7, True, True, "in place", "new gradient"),
+        (8, False, True, "new gradient, aligned", "new gradient, aligned"),
+        (8, True, False, "no gradient, aligned", "no gradient, aligned"),
     ):
         seen.clear()
-        logits = (torch.zeros(2, vocab).requires_grad_(needs_gradient)) * 1
-        dapo_kernels.dapo_loss(logits, ids, None, advantages, inplace_backward=in_place)
-        logits = (torch.zeros(2, vocab).requires_grad_(needs_gradient)) * 1
-        bounds = torch.tensor([0, 2])
-        dapo_kernels.dapo_loss(
-            logits, ids, None, advantages, objective="gspo", cu_seqlens=bounds, inplace_backward=in_place
-        )
+        how = {"cu_seqlens": torch.tensor([0, 2]), "inplace_backward": in_place}
+        for objective in ("dapo", "gspo"):
+            logits = torch.zeros(2, vocab).requires_grad_(needs_gradient) * 1
+            dapo_kernels.dapo_loss(logits, ids, None, advantages, objective=objective, **how)
         dapo_kernels.token_logprobs(logits, ids, inplace_backward=in_place)
         assert seen == [loss, stats, stats], (vocab, in_place, needs_gradient)
     seen.clear()
     hidden, weight = torch.zeros(2, 4), torch.zeros(7, 4).requires_grad_()
     dapo_kernels.linear_token_logprobs(hidden, weight, ids)
     dapo_kernels.linear_token_logprobs(hidden, weight.detach(), ids)
-    assert seen == ["hidden", "hidden, no gradient"]
     # Rows at a distance of 16 bytes, of which the first one starts in between; and rows of a batch that is.
-    for logits, name in (
-        (torch.zeros(3, 8)[:, 4:], "no gradient"),
-        (torch.zeros(3, 8)[:, 1:], "other"),
-        (torch.zeros(17)[1:].view(2, 8), "other"),
-        (torch.zeros(34).as_strided((2, 2, 8), (17, 8, 1)), "other"),
+    for logits in (
+        torch.zeros(3, 8)[:, 4:],
+        torch.zeros(3, 8)[:, 1:],
+        torch.zeros(17)[1:].view(2, 8),
+        torch.zeros(34).as_strided((2, 2, 8), (17, 8, 1)),
     ):
-        seen.clear()
         dapo_kernels.token_logprobs(logits, torch.zeros(logits.shape[:-1]).long())
-        assert seen == [name]
+    of_rows = ["no gradient, aligned", *["no gradient"] * 3]
+    assert seen == ["hidden, aligned", "hidden, no gradient, aligned", *of_rows]
 
 
 @pytest.mark.parametrize(

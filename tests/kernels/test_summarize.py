@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +74,7 @@ def test_micro_batches_summarize_to_the_whole(backend: str) -> None:
     parts = [hand_made(slice(a, b)) for a, b in ((0, 1), (1, 5), (5, 6), (6, 7), (7, 8))]  # one is dead
     for pieces in (parts, iter(parts), tuple(reversed(parts))):
         assert summarize(pieces) == pytest.approx(summarize(hand_made()), rel=1e-6, abs=1e-7)
+    assert reduce_metrics(parts[1]) == reduce_metrics(parts[1:2]) == summarize(parts[1])  # of one process
 
 
 @pytest.mark.parametrize("entry", ["logits", "linear", "policy"])
@@ -122,6 +121,8 @@ def test_anything_else_than_metrics_is_refused(wrong: Any) -> None:
     for function in (summarize, reduce_metrics):
         with pytest.raises(TypeError, match=f"{function.__name__}: metrics"):
             function(wrong)
+    with pytest.raises(ValueError, match="summarize: "):
+        summarize([])
 
 
 def test_metrics_are_those_of_the_call_or_none() -> None:
@@ -154,38 +155,18 @@ def test_libraries_may_rebuild_metrics() -> None:
 
 # --- over ranks -------------------------------------------------------------------------------------------
 
-RANKS = 3
 
-
-def metrics_of_a_rank(rank: int) -> list[Any]:
+def reduce_on_a_rank(rank: int) -> None:
     """Two micro-batches; none; one that alone knows an entropy and has the largest ratio."""
     silent = {key: value for key, value in hand_made(slice(0, 3)).items() if key != "entropy"}
-    return [[silent, silent], [], [hand_made()]][rank]
-
-
-def reduce_on_a_rank(rank: int, folder: Path) -> None:
-    pair = dist.new_group([1, 2])
-    reduced = {"all": reduce_metrics(metrics_of_a_rank(rank))}
+    of_ranks, pair = [[silent, silent], [], [hand_made()]], dist.new_group([1, 2])
+    assert reduce_metrics(of_ranks[rank]) == summarize([part for parts in of_ranks for part in parts])
     if rank > 0:
-        reduced["pair"] = reduce_metrics(metrics_of_a_rank(rank), pair)
+        assert reduce_metrics(of_ranks[rank], pair) == summarize(of_ranks[2])
     with pytest.raises(ValueError, match="reduce_metrics: "):
         reduce_metrics([])
-    (folder / str(rank)).write_text(json.dumps(reduced))
 
 
 @pytest.mark.ranks
-def test_reduced_over_ranks_is_summarized_over_all_their_micro_batches(tmp_path: Path) -> None:
-    on_ranks(RANKS, reduce_on_a_rank, tmp_path)
-    ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(RANKS)]
-    of_all = [part for rank in range(RANKS) for part in metrics_of_a_rank(rank)]
-    assert [rank["all"] for rank in ranks] == [summarize(of_all)] * RANKS
-    assert [rank["pair"] for rank in ranks[1:]] == [summarize(metrics_of_a_rank(2))] * 2
-    assert ranks[0]["all"]["ratio_max"] == pytest.approx(4.0)  # not the sum of three
-    assert ranks[0]["all"]["entropy"] == pytest.approx(2.0)  # over the tokens that have one
-
-
-def test_reduced_over_one_process_is_summarized() -> None:
-    metrics = hand_made()
-    assert reduce_metrics(metrics) == reduce_metrics([metrics]) == summarize(metrics)
-    with pytest.raises(ValueError, match="summarize: "):
-        summarize([])
+def test_reduced_over_ranks_is_summarized_over_all_their_micro_batches() -> None:
+    on_ranks(3, reduce_on_a_rank)
