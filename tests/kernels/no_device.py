@@ -29,12 +29,13 @@ class HostWaitError(Exception):
 
 class NoWaiting(TorchDispatchMode):
     """Operations that would wait for the device raise HostWaitError. Records matrix products: (result's dtype,
-    operands' dtype, whether it adds to the result).
+    operands' dtype, whether it adds to the result); and the rows of each result.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.products: list[tuple[torch.dtype, torch.dtype, bool]] = []
+        self.rows: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,6 +56,7 @@ class NoWaiting(TorchDispatchMode):
         if name.partition(".")[0] in ("mm", "addmm"):
             adds = name.startswith("addmm") and kwargs.get("beta", 1) != 0
             self.products.append((found.dtype, tensors[-1].dtype, adds))
+            self.rows.append(len(found))
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from no_device import HostWaitError, Launches, NoAtomics, NoWaiting, device_path
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from vocab_parallel import options_of
 
 from dapo_kernels import (
     OBJECTIVES,
     LoraFactors,
+    SamplingMask,
     dapo_loss,
     linear_dapo_loss,
     linear_distillation_loss,
@@ -27,6 +30,7 @@ from dapo_kernels import (
     preference_loss_from_logprobs,
     summarize,
     token_logprobs,
+    use_backend,
 )
 from dapo_kernels.backends import divergence
 from dapo_kernels.engine import chunks, distillation, hidden
@@ -90,22 +94,14 @@ def test_rows_of_the_buffer_start_aligned_in_memory_that_nobody_keeps() -> None:
 
 
 def test_chunks_have_room_for_the_logits_of_both_models_and_for_a_softcaps_copy() -> None:
-    seen: list[int] = []
-
-    class Rows(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.name().startswith("aten::mm"):
-                seen.append(args[0].shape[0])
-            return func(*args, **(kwargs or {}))
-
     policy, ref = (Head(torch.randn(40, 8), torch.randn(50, 8)) for _ in range(2))
     request = RowRequest(torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.bool), 1.0, None, False)
     plan = Plan(10 * 50 * (4 + 4), None, None, "torch")
-    with torch.no_grad(), Rows():
+    with torch.no_grad(), NoWaiting() as seen:
         distillation.linear_divergence.run(policy, ref, request, torch.ones(40), 0.5, Needs(*[False] * 5), plan)
         hidden.linear_stats.run(policy._replace(softcap=3.0), request, plan)
         hidden.linear_stats.run(policy, request, plan)
-    assert seen == [10] * 8 + [10] * 4 + [20] * 2
+    assert seen.rows == [10] * 8 + [10] * 4 + [20] * 2
 
 
 # --- which rows -------------------------------------------------------------------------------------------
@@ -168,13 +164,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -
 
 
 def loss_keywords(name: str) -> dict[str, Any]:
-    row = OBJECTIVES[name]
-    given = {"objective": name, "mask": empty(T, dtype=torch.bool), "cu_seqlens": empty(5, dtype=torch.int32)}
-    if row.kl_coef != 0 and row.kl_to == "reference":
-        given["ref_logprobs"] = empty(T)
-    if row.aggregate == "seq-mean-token-sum-norm":
-        given["length_norm"] = 64.0
-    return given
+    case: Any = SimpleNamespace(mask=empty(T, dtype=torch.bool), cu_seqlens=empty(5, dtype=torch.int32))
+    case.ref_logprobs = empty(T)
+    return {"objective": name, **options_of(name, case)}
 
 
 @pytest.fixture
@@ -202,6 +194,20 @@ def test_no_public_function_waits(launches: Launches, meta_autocast: None, name:
     one = ["row_loss_kernel"] if OBJECTIVES[name].one_pass else ["row_stats_kernel", "row_grad_kernel"]
     in_place = [kernel for kernel in launches.names if kernel != "token_loss_kernel"]
     assert in_place == [*one, "row_stats_kernel", "row_grad_kernel"]
+
+
+def test_lists_of_kept_tokens_do_not_wait(meta_autocast: None) -> None:
+    ids, old, advantages = empty(T, dtype=torch.int64), empty(T), empty(T)
+    lists = SamplingMask(empty(99, dtype=torch.int32), empty(T + 1, dtype=torch.int32))
+    how: dict[str, Any] = {"sampling_mask": lists, "entropy_coef": 0.1, "mask": empty(T, dtype=torch.bool)}
+    leaves = (empty(T, H, grad=True), empty(V, H, grad=True))
+    with use_backend("torch"), NoWaiting():
+        for in_place in (False, True):
+            logits = empty(T, V, grad=True)
+            dapo_loss(logits * 1, ids, old, advantages, inplace_backward=in_place, **how).loss.backward()
+        linear_dapo_loss(*leaves, ids, old, advantages, host_sync=False, chunk_bytes=99999, **how).loss.backward()
+        stats = linear_token_logprobs(*leaves, ids, entropy=True, host_sync=False, sampling_mask=lists)
+        stats.logprobs.sum().backward()
 
 
 def test_positive_logprobs_are_counted_where_looking_would_wait() -> None:

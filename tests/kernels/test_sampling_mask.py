@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, call_linear, call_logits, dtypes_of, linear_case, logits_case, logits_of, pad, unpad
-from no_device import NoWaiting, device_path
+from no_device import device_path
 from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -418,25 +418,6 @@ def test_ids_of_other_ranks_are_none_of_these_columns() -> None:
             found = TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
         assert found.ids[found.here].tolist() == list(range(20))
         assert found.ids[~found.here].tolist() == [0] * n_others
-
-
-def test_nothing_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # which meta tensors do not know
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
-
-    ids, old, advantages = empty(T, dtype=torch.int64), empty(T), empty(T)
-    lists = SamplingMask(empty(99, dtype=torch.int32), empty(T + 1, dtype=torch.int32))
-    how: dict[str, Any] = {"sampling_mask": lists, "entropy_coef": 0.1, "mask": empty(T, dtype=torch.bool)}
-    with use_backend("torch"), NoWaiting():
-        for in_place in (False, True):
-            logits = empty(T, V, grad=True)
-            dapo_loss(logits * 1, ids, old, advantages, inplace_backward=in_place, **how).loss.backward()
-        leaves = (empty(T, H, grad=True), empty(V, H, grad=True))
-        linear_dapo_loss(*leaves, ids, old, advantages, host_sync=False, chunk_bytes=999, **how).loss.backward()
-        stats = linear_token_logprobs(*leaves, ids, entropy=True, host_sync=False, sampling_mask=lists)
-        stats.logprobs.sum().backward()
 
 
 # --- a vocabulary that ranks share ------------------------------------------------------------------------
