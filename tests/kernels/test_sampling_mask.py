@@ -6,7 +6,6 @@ The truth is autograd in float64 over the kept logits alone, and ``policy_loss``
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from dapo_kernels import (
     use_backend,
 )
 from dapo_kernels.backends import available_backends, registry
-from dapo_kernels.engine.kept import KeptTokens, TruncatedSupport
+from dapo_kernels.engine.kept import KeptTokens
 from dapo_kernels.records import RowRequest, Slopes
 
 V, H, LENGTHS = 67, 12, (7, 0, 2, 12, 3)  # a sequence without tokens
@@ -171,21 +170,15 @@ def test_log_probs_and_entropies(backend: str, chunk_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize("made", [hidden_case, rows_case])
-def test_special_lists(backend: str, made: Any) -> None:
-    """Of the target alone: nothing to learn. Of every token: as without, within the rounding of a sum. Absent: to the
-    bit, but for the sum over tokens.
-    """
-    case = made(seed=10)
+def test_no_list_at_all_changes_no_bit(backend: str, made: Any) -> None:
+    """But for the sum over tokens."""
+    case, absent = made(seed=10), SamplingMask.from_lists([[]] * T)
     how: dict[str, Any] = {"mask": case.mask, "entropy_coef": 0.1}
-    alone, nothing = call(case, "dapo", sampling_mask=SamplingMask(case.target_ids, torch.arange(T + 1)), **how)
-    assert not any(x.any() for x in (alone.logprobs, alone.entropy, *nothing.values()))
-    plain, truth = call(case, "dapo", **how)
-    whole = SamplingMask(torch.arange(V).repeat(T), torch.arange(T + 1) * V)
-    absent = SamplingMask.from_lists([[]] * T)
-    for lists, close in ((whole, CLOSE[torch.float32]), (absent, {"atol": 0.0, "rtol": 0.0})):
-        got, grads = call(case, "dapo", sampling_mask=lists, **how)
-        torch.testing.assert_close(got.loss, plain.loss, **CLOSE[torch.float32])
-        torch.testing.assert_close((*got[1:3], *grads.values()), (*plain[1:3], *truth.values()), **close)
+    (plain, truth), (got, grads) = (call(case, "dapo", sampling_mask=lists, **how) for lists in (None, absent))
+    torch.testing.assert_close(got.loss, plain.loss, **CLOSE[torch.float32])
+    assert torch.equal(got.logprobs, plain.logprobs)
+    assert torch.equal(got.entropy, plain.entropy)
+    assert all(torch.equal(grads[name], grad) for name, grad in truth.items())
 
 
 def test_what_was_not_kept_may_hold_anything(backend: str) -> None:
@@ -287,14 +280,13 @@ def test_repeated_ids_are_found(by: str) -> None:
             ids = torch.cat([part.sort().values for part in ids.split(counts.tolist())])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         live = torch.rand(6, generator=generator) < 0.7
-        rows = [part.tolist() for part in ids.split(counts.tolist())]
-        seen = [[x for x in row if 0 <= x < 2**31] if ok else [] for row, ok in zip(rows, live.tolist(), strict=True)]
+        rows = [part.tolist() if ok else [] for part, ok in zip(ids.split(counts.tolist()), live.tolist(), strict=True)]
+        repeated = {(row, x) for row, of in enumerate(rows) for x in of if 0 <= x < 2**31 and of.count(x) > 1}
         at = find(ids, offsets, live)
-        assert (at is None) == all(len(set(row)) == len(row) for row in seen)
+        assert (at is None) == (not repeated)
         if at is not None:
             row = int(torch.searchsorted(offsets, at, right=True)) - 1
-            assert live[row]
-            assert int(ids[at]) in rows[row][: at - int(offsets[row])]
+            assert (row, int(ids[at])) in repeated
 
 
 def wrong_lists(case: Case) -> dict[str, tuple[Any, type[Exception], str]]:
@@ -356,18 +348,19 @@ class OneWriter(TorchDispatchMode):
 CHUNKS = [slice(6, 12), torch.tensor([1, 4, 9, 10, 20, 23]), torch.tensor([23, 4, 9, 20, 1, 10])]
 
 
-@pytest.mark.parametrize("rows", CHUNKS, ids=["slice", "tensor", "any order"])
+@pytest.mark.parametrize("rows", [*CHUNKS, torch.tensor([3, 9])], ids=["slice", "tensor", "any order", "no lists"])
 def test_lists_of_other_chunks_are_not_written(rows: slice | Tensor) -> None:
     """On a device the tokens kept in other chunks stand beside every chunk."""
     case = rows_case(seed=18)
     kept = kept_by(case)
-    live = torch.ones(T, dtype=torch.bool)
-    of, ids = kept.nonzero().unbind(1)
-    offsets = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-    request = RowRequest(case.target_ids, live, 1.0, TEMPERATURE, True, False, live, ids, of, offsets)
+    live, listed = torch.ones(T, dtype=torch.bool), ~kept.all(1)
+    lists = kept & listed[:, None]
+    of, ids = lists.nonzero().unbind(1)
+    offsets = torch.nn.functional.pad(lists.sum(1).cumsum(0), (1, 0))
+    request = RowRequest(case.target_ids, live, 1.0, TEMPERATURE, True, False, listed, ids, of, offsets)
     by, logits = registry.backend("torch"), case.leaves["logits"]
     slopes = Slopes(torch.ones(T), torch.ones(T))
-    logits[9], slopes.logprobs[9], slopes.entropy[9] = torch.nan, 0.0, 0.0
+    logits[10], slopes.logprobs[10], slopes.entropy[10] = torch.nan, 0.0, 0.0
     whole = KeptTokens(by, request)
     truth, expected = whole.row_stats(logits, request), torch.empty_like(logits)
     whole.row_grad(expected, logits, request, truth, slopes)
@@ -379,23 +372,7 @@ def test_lists_of_other_chunks_are_not_written(rows: slice | Tensor) -> None:
     assert watched.writes > 0
     torch.testing.assert_close(stats.logprobs, truth.logprobs[rows], equal_nan=True)
     torch.testing.assert_close(gradient, expected[rows])
-    assert not gradient[~kept[rows]].any()
-
-
-def test_a_chunk_without_lists_keeps_its_gradient() -> None:
-    """On a device, where the lists of other chunks stand beside it."""
-    ids, live = torch.tensor([1, 2]), torch.ones(2, dtype=torch.bool)
-    lists = (torch.tensor([False, True]), torch.arange(2, 5), torch.ones(3, dtype=torch.int64), torch.tensor([0, 0, 3]))
-    request = RowRequest(ids, live, 1.0, None, False, False, *lists)
-    by, logits, slopes = registry.backend("torch"), torch.randn(1, 9), Slopes(torch.ones(1), None)
-    expected, found = torch.empty(2, 1, 9)
-    plain = request.without_lists().at(slice(0, 1))
-    by.row_grad(expected, logits, plain, by.row_stats(logits, plain), slopes)
-    with device_path():
-        chunk = request.at(slice(0, 1))
-        KeptTokens(by, chunk).row_grad(found, logits, chunk, KeptTokens(by, chunk).row_stats(logits, chunk), slopes)
-    assert expected.any()
-    assert torch.equal(found, expected)
+    assert gradient.any()
 
 
 @pytest.mark.parametrize("wrong", [[0, 4, 3], [0, 1, 4], [1, 2, 4], [0, 1, 2]])
@@ -406,18 +383,6 @@ def test_offsets_on_a_device(wrong: list[int], monkeypatch: pytest.MonkeyPatch) 
     lists = SamplingMask(torch.tensor([1, 2, 3]), torch.tensor(wrong))
     with use_backend("torch"), device_path(), pytest.raises(RuntimeError):
         token_logprobs(logits, ids, sampling_mask=lists)
-
-
-def test_ids_of_other_ranks_are_none_of_these_columns() -> None:
-    """On a device each of them has the place of an id that is."""
-    live = torch.tensor([True])
-    lists = (live, torch.arange(-40, 60), torch.zeros(100, dtype=torch.int64), torch.tensor([0, 100]))
-    request = RowRequest(torch.tensor([3]), live, 1.0, None, True, True, *lists)
-    for path, n_others in ((nullcontext(), 0), (device_path(), 80)):
-        with path:
-            found = TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
-        assert found.ids[found.here].tolist() == list(range(20))
-        assert found.ids[~found.here].tolist() == [0] * n_others
 
 
 # --- a vocabulary that ranks share ------------------------------------------------------------------------
