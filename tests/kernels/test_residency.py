@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo_kernels.backends.residency import GPUS, LATENCY_S, Gpu, found_again, gpu_of, programs, rows_held
+from dapo_kernels.backends.residency import GPUS, LATENCY_S, Gpu, found_again, gpu_of, rows_held
 from dapo_kernels.backends.residency import rows_in_flight as in_flight
 from docs.models import roofline
 from docs.models.roofline import B200, H100, H200, Device
@@ -34,18 +34,6 @@ def test_rows_follow_cache_memory_and_registers() -> None:
 def test_how_many_programs_an_sm_holds() -> None:
     assert [rows_held(registers, 32) for registers in (24, 32, 33, 64, 65)] == [2, 2, 1, 1, 0]
     assert [rows_held(registers, 4) for registers in (32, 40, 64)] == [16, 12, 8]
-
-
-def test_a_grid_is_limited_only_where_registers_do_not() -> None:
-    for gpu, n_rows, row_bytes, held, expected in (
-        (None, 7, BF16, 2, 7),
-        (H100.gpu, 8192, BF16, 2, 132),
-        (H100.gpu, 8192, BF16, 1, 8192),  # an SM holds no second row
-        (H100.gpu, 8192, 64_000, 2, 8192),  # all that registers hold fit
-        (H100.gpu, 5, BF16, 2, 5),
-        (H100.gpu, 5, 0, 2, 5),
-    ):
-        assert programs(gpu, n_rows, row_bytes, held, 32 * 2**10) == expected
 
 
 def simulated(q: float, starts: list[float], steps: int = 100) -> float:

@@ -52,7 +52,6 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
         (ValueError, (tokens, "[24, 22]"), by_sequence),
         (ValueError, (same, f"chunk_bytes {8 + rank}"), {"chunk_bytes": 8 + rank}),
         (ValueError, (same, "temperature"), {"temperature": (1.0, 0.5)[rank]}),
-        (ValueError, (same, "host_sync"), {"host_sync": rank == 0}),
         (ValueError, (same, "clip_high"), {"clip_high": (0.2, 0.3)[rank]}),
         (
             ValueError,
@@ -78,7 +77,7 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
     with refusing(ValueError, tokens):
         pairs = {"pairs": torch.tensor([[0, 1 + rank]]), "cu_seqlens": bounds, "group": group}
         linear_preference_loss(hidden, weight[columns(cut, group)], case.target_ids, None, **pairs)
-    for name, value in {"temperature": -1.0, "valid_vocab": 0, "softcap": -1.0}.items():
+    for name, value in {"valid_vocab": 0, "softcap": -1.0}.items():
         with refusing(ValueError, name if rank else TOLD):
             call(**({name: value} if rank else {}))
     refused_by_one(group, call, mesh, weight)
@@ -100,20 +99,20 @@ def refused_by_one(group: Group, call: Callable[..., None], mesh: DeviceMesh, we
         call(weight=cut(weight, rank), group=None)
     with refusing(ValueError, "group" if rank else TOLD):
         call(weight=cut(weight, 0), group=alone if rank else None)
-    hidden, rows, ids = torch.randn(T, H), torch.randn(T, V), torch.arange(T)
+    with refusing(ValueError, "Shard(1)" if rank else TOLD):
+        dapo_loss(cut(torch.randn(T, V), 1 - rank), torch.arange(T), None, torch.ones(T))
+    hidden, columns_of_rank = torch.randn(T, H), cut(torch.randn(T, V), 1).to_local()
     bounds = {"cu_seqlens": torch.tensor([0, T // 2, T])}
     functions: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = [
-        (linear_token_logprobs, token_logprobs, (ids,), {}),
-        (linear_preference_loss, preference_loss, (ids, None), bounds),
-        (linear_dapo_loss, dapo_loss, (ids, None, torch.ones(T)), {}),
+        (linear_token_logprobs, token_logprobs, (), {}),
+        (linear_preference_loss, preference_loss, (None,), bounds),
+        (linear_dapo_loss, dapo_loss, (None, torch.ones(T)), {}),
     ]
     for from_hidden, from_logits, tokens, more in functions:
-        with refusing(ValueError, "Shard(0)" if rank else TOLD):
-            from_hidden(hidden, cut(weight, rank), *tokens, **more)
-        with refusing(ValueError, "Shard(1)" if rank else TOLD):
-            from_logits(cut(rows, 1 - rank), *tokens, **more)
-        with refusing(ValueError, "group" if rank else TOLD):
-            from_logits(cut(rows, 1), *tokens, group=alone if rank else None, **more)
+        for function, states in ((from_hidden, (hidden, cut(weight, 0).to_local())), (from_logits, (columns_of_rank,))):
+            with refusing(ValueError, "temperature" if rank else TOLD):
+                how = {**more, "group": group, "temperature": -1.0 if rank else 1.0}
+                function(*states, torch.arange(T), *tokens, **how)
     for name in ("hidden", "weight"):
         leaves = {"hidden": hidden.clone(), "weight": cut(weight, 0).to_local()}
         leaves[name].requires_grad_(rank == 1)
