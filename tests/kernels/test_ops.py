@@ -67,8 +67,9 @@ def exercise() -> Recorder:
             shared = {**options, "entropy_coef": entropy_coef, "importance_weights": weights}
             for inplace in (False, True):
                 logits = case.fresh()["logits"]
-                dapo_loss(logits * 1, *per_token, **shared, inplace_backward=inplace).loss.backward()
-                stats = token_logprobs(logits * 1, case.target_ids, entropy=True, inplace_backward=inplace)
+                rows = [logits * 1 if inplace else logits.t().contiguous().t() for _ in range(2)]  # of any strides
+                dapo_loss(rows[0], *per_token, **shared, inplace_backward=inplace).loss.backward()
+                stats = token_logprobs(rows[1], case.target_ids, entropy=True, inplace_backward=inplace)
                 (stats.logprobs.sum() + 2 * stats.entropy.sum()).backward()
             x = linear.fresh()
             head, more = (x["hidden"], x["weight"]), {"softcap": 3.0, "temperature": torch.full((5,), 0.7)}
