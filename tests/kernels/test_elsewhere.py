@@ -15,8 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SUITE = ["test_backends.py", "test_layouts.py", "test_golden.py", "test_distillation.py", "test_edges.py"]
 SMOKE = "test_a_backend_reaches_the_golden_values or (test_rows and 1031) or (test_parts_are_the_whole and two)"
-# Sizes that are about the CPU's caches and threads.
-FULL = "not thread_count and not caches"
+FULL = "not thread_count"
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 CALL = """
 import torch
@@ -58,7 +57,7 @@ def chosen(pytestconfig: pytest.Config) -> str:
 @pytest.mark.elsewhere
 def test_triton_interpreted(chosen: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
-    suite(SUITE, "--backends", "triton", "-k", chosen, TRITON_INTERPRET="1")
+    suite(SUITE, "--backends", "triton", "-k", f"({chosen}) and not caches", TRITON_INTERPRET="1")
     suite(["triton_suite.py"], TRITON_INTERPRET="1")
 
 
@@ -81,7 +80,7 @@ def emulation(folder: Path) -> Path:
 @pytest.mark.elsewhere
 def test_cuda_emulated(tmp_path: Path, chosen: str) -> None:
     emulated = {"CUDA_EMULATION": str(emulation(tmp_path))}
-    suite(SUITE, "-p", "emulated_cuda", "--backends", "cuda", "-k", chosen, **emulated)
+    suite(SUITE, "-p", "emulated_cuda", "--backends", "cuda", "-k", f"({chosen}) and not caches", **emulated)
     more = ("-k", "clusters or path_of_a_device") if chosen == SMOKE else ()
     suite(["cuda_suite.py"], "-p", "emulated_cuda", *more, **emulated)
 
@@ -97,7 +96,7 @@ def test_another_instruction_set(isa: str, chosen: str) -> None:
     assert probe.stdout.strip() == isa
     if python("-c", CALL).stdout.strip() == isa:
         pytest.skip(f"{isa} is what this processor chooses: every other test runs on it")
-    suite(SUITE, "--backends", "cpp", "-k", f"({chosen}) or any_bits or caches", DAPO_KERNELS_ISA=isa)
+    suite(SUITE, "--backends", "cpp", "-k", f"({chosen}) or any_bits", DAPO_KERNELS_ISA=isa)
 
 
 def test_an_unknown_instruction_set_is_an_error_not_a_crash() -> None:

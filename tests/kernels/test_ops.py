@@ -126,24 +126,33 @@ BOTH, FACTORS = ("hidden", "weight"), ("hidden", "lora_a", "lora_b")
 
 @pytest.mark.parametrize("chunk_bytes", [None, 16 * 101 * 4])
 @pytest.mark.parametrize(
-    ("needs", "live", "idle", "gemms"),
+    ("needs", "objective", "live", "idle", "gemms"),
     [
-        (BOTH, 1, 0, 3),
-        (("hidden",), 1, 0, 2),
-        (("weight",), 1, 0, 2),
-        (BOTH, 0.25, 0, 0.75),
-        (BOTH, 1, 0.5, 1 + 2 * 0.5),
-        (FACTORS, 1, 0, 2 + 4 * (3 * 101 + 4 * 16) / (101 * 16)),  # nothing of V x H beside the frozen head
+        (BOTH, "reinforce", 1, 0, 3),
+        (("hidden",), "reinforce", 1, 0, 2),
+        (("weight",), "reinforce", 1, 0, 2),
+        (BOTH, "reinforce", 0.25, 0, 0.75),
+        (BOTH, "reinforce", 1, 0.5, 1 + 2 * 0.5),
+        (BOTH, "gspo", 0.5, 0, 4 * 0.5),  # statistics first, as for preferences
+        (
+            FACTORS,
+            "reinforce",
+            1,
+            0,
+            2 + 4 * (3 * 101 + 4 * 16) / (101 * 16),
+        ),  # nothing of V x H
     ],
 )
-def test_gemm_work(needs: tuple[str, ...], live: float, idle: float, gemms: float, chunk_bytes: int | None) -> None:
+def test_gemm_work(
+    needs: tuple[str, ...], objective: str, live: float, idle: float, gemms: float, chunk_bytes: int | None
+) -> None:
     """Three GEMMs with both gradients, two with a frozen half; the cost follows the share of live and active tokens."""
     n, vocab, width = 64, 101, 16
     rank = 4 if needs == FACTORS else 0
     case = linear_case(vocab, width, (n,), seed=134, mask=torch.arange(n) < live * n, rank=rank)
     case.advantages[: int(idle * n)] = 0.0
-    how = {"mask": case.mask, "chunk_bytes": chunk_bytes, "needs": needs}
-    work = gemm_flops(lambda: call_linear(linear_dapo_loss, case, "reinforce", **how))
+    how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "chunk_bytes": chunk_bytes, "needs": needs}
+    work = gemm_flops(lambda: call_linear(linear_dapo_loss, case, objective, **how))
     assert work == pytest.approx(gemms * 2.0 * n * vocab * width, rel=0.01)
 
 

@@ -33,6 +33,11 @@ def check_registers(got: sass.Compiled, launch: Launch) -> None:
     assert rows_held(got.registers, launch.num_warps) * 2 >= launch.rows_per_sm, got
 
 
+def check_no_spills(got: sass.Compiled) -> None:
+    assert (got.local_bytes, got.local_accesses) == (0, 0), got
+    assert got.registers <= MAX_REGISTERS, got
+
+
 def check_waves(got: sass.Compiled, launch: Launch, logits: str, rows: str, tensors: int = 1) -> None:
     """Of rows that are read twice, on every GPU of the roofline and at vocabularies where its cache limits the rows."""
     itemsize = sass.ITEMSIZE[logits] * tensors
@@ -130,20 +135,15 @@ def test_the_roofline_counts_these_instructions(device: roofline.Device, logits:
     ("surrogate", "estimator", "capability"),
     [
         *(("clip", "k3", capability) for capability in sass.ARCHITECTURES),
-        ("cispo", "k1", 90),
-        ("reinforce", "k2", 90),
-        ("sapo", "k3", 90),
-        ("dppo_tv", "k3", 90),
-        ("dppo_kl", "k3", 90),
+        *(("cispo", "k1", 90), ("reinforce", "k2", 90)),
+        *((surrogate, "k3", 90) for surrogate in ("sapo", "dppo_tv", "dppo_kl")),
     ],
 )
 def test_machine_code_of_the_elementwise_kernel(surrogate: str, estimator: str, capability: int) -> None:
     """Everything optional present."""
     constants = {"SURROGATE": surrogate, "KL_ESTIMATOR": estimator, "KL_THROUGH_RATIO": estimator == "k3"}
     got = sass.compiled("token_loss_kernel", "fp32", {**constants, "BLOCK_T": 256}, capability, 4)
-    assert got.local_bytes == 0, got
-    assert got.local_accesses == 0, got
-    assert got.registers <= MAX_REGISTERS, got
+    check_no_spills(got)
 
 
 @pytest.mark.parametrize("logits", ["bf16", "fp32"])
@@ -151,8 +151,7 @@ def test_machine_code_of_the_scaling_kernel(logits: str) -> None:
     launch, shape = LAUNCHES[-1], sass.cut("even", logits)
     constants = {"BLOCK_V": launch.block(shape["VEC"]), "VEC": shape["VEC"]}
     got = sass.compiled("scale_kernel", logits, constants, 90, launch.num_warps)
-    assert (got.local_bytes, got.local_accesses) == (0, 0), got
-    assert got.registers <= MAX_REGISTERS, got
+    check_no_spills(got)
     assert [(loop.loads > 0, loop.loads == loop.stores, loop.narrow) for loop in got.loops if loop.stores] == [
         (True, True, 0)
     ], got

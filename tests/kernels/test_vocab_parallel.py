@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LORA_SCALE, Case, call_linear, linear_case, logits_case, pad, solve
+from cases import LORA_SCALE, call_linear, linear_case, logits_case, pad, solve
 from entries import lora_of
 from oracle import Options
 from ranks import on_ranks
@@ -290,17 +290,15 @@ def the_page(group: Group) -> None:
 class Network(nn.Module):
     """A body that FSDP2 shards and a head that the tensor-parallel ranks share."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.body = nn.Linear(H, H)
         self.head = nn.Linear(H, V)
-        self.head.weight.data.copy_(case.leaves["weight"])
 
     def forward(self, states: Tensor, *tokens: Tensor, denominator: float) -> Tensor:
-        hidden = torch.tanh(self.body(states))
-        head = {"weight": self.head.weight, "bias": self.head.bias}
-        return linear_dapo_loss(hidden, target_ids=tokens[0], old_logprobs=tokens[1], advantages=tokens[2], **head,
-                                denominator=denominator).loss  # fmt: skip
+        head = (torch.tanh(self.body(states)), self.head.weight)
+        return linear_dapo_loss(*head, *tokens, bias=self.head.bias, denominator=denominator).loss
 
 
 def with_fsdp() -> None:
@@ -308,11 +306,8 @@ def with_fsdp() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     case = linear_case(V, H, LENGTHS, seed=15)
     inputs = (case.leaves["hidden"], case.target_ids, case.old_logprobs, case.advantages)
-    torch.manual_seed(0)
-    whole = Network(case)
+    whole, model = Network(), Network()
     whole(*inputs, denominator=float(T)).backward()
-    torch.manual_seed(0)
-    model = Network(case)
     for name in ("weight", "bias"):
         shard = distribute_tensor(getattr(model.head, name).data, mesh["tp"], [Shard(0)])
         setattr(model.head, name, nn.Parameter(shard))
