@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from vocab_parallel import options_of
 
-from dapo_kernels import OBJECTIVES, dapo_loss, linear_dapo_loss, token_logprobs
+from dapo_kernels import dapo_loss, linear_dapo_loss, token_logprobs
 
 DEVICE = "cuda"
 GIB = 2**30
@@ -57,13 +59,8 @@ def batch(n: int, vocab: int, hidden: int = 0, dtype: torch.dtype = torch.bfloat
 
 def keywords_of(name: str, b: dict[str, Tensor]) -> dict[str, Any]:
     """Arguments that an objective asks for."""
-    row = OBJECTIVES[name]
-    said: dict[str, Any] = {"objective": name, "mask": b["mask"], "cu_seqlens": b["cu_seqlens"]}
-    if row.needs_reference:
-        said["ref_logprobs"] = b["ref_logprobs"]
-    if row.aggregate == "seq-mean-token-sum-norm":
-        said["length_norm"] = 512.0
-    return said
+    case: Any = SimpleNamespace(**b)
+    return {"objective": name, **options_of(name, case)}
 
 
 def step(b: dict[str, Tensor], name: str = "dapo", **kwargs: Any) -> tuple[Tensor, ...]:

@@ -71,11 +71,10 @@ class NoAtomics(TorchDispatchMode):
 
 
 class Launches:
-    """What Triton would have started: each kernel's name with its number of programs, and its arguments."""
+    """What Triton would have started: each kernel's name with its number of programs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
-        self.arguments: list[tuple[Any, ...]] = []
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **meta: Any) -> None:
         devices = {x.device.type for x in args if isinstance(x, Tensor)}
@@ -83,7 +82,6 @@ class Launches:
         assert "cpu" not in devices
         assert type(grid[0]) is int
         self.seen.append((kernel.__name__, grid[0]))
-        self.arguments.append(args)
 
     @property
     def names(self) -> list[str]:

@@ -235,7 +235,6 @@ def test_numbers_of_the_host_are_not_copied(launches: Launches) -> None:
         ids = empty(T, dtype=torch.int64)
         stats = token_logprobs(logits, ids, temperature=temperature, inplace_backward=True)
     assert stats.logprobs.dtype == torch.float32
-    assert [(x.shape, x.dtype) for x in launches.arguments[-1][7:8]] == [((T,), torch.float32)]
 
 
 def run_linear(dtype: torch.dtype, plan: Plan, **head: Any) -> None:
@@ -304,7 +303,6 @@ def test_the_buffer_is_free_before_dw_is_rounded(launches: Launches) -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = func.name()
             if name == "aten::_to_copy" and args[0].shape == (V, H):
-                launches.arguments.clear()
                 rounded.append(all(buffer.expired() for buffer in buffers))
             made = func(*args, **(kwargs or {}))
             if name.startswith("aten::empty") and made.shape == (ROW_MULTIPLE, row_stride(V)):

@@ -289,37 +289,33 @@ def test_repeated_ids_are_found(by: str) -> None:
             assert (row, int(ids[at])) in repeated
 
 
-def wrong_lists(case: Case) -> dict[str, tuple[Any, type[Exception], str]]:
-    """What is refused, and the values or names in the message."""
-    whole, target = [[*range(V)]] * T, int(case.target_ids[4])
-    good = SamplingMask.from_lists(whole)
-
-    def fourth(ids: list[int]) -> SamplingMask:
-        return SamplingMask.from_lists([*whole[:4], ids, *whole[5:]])
-
-    return {
-        "no target": (fourth([x for x in range(V) if x != target]), ValueError, f"4 .*{target} .*{V - 1}"),
-        "not a target": (fourth([target, *{3, 9} - {target}, 9 if target == 3 else 3]), ValueError, "token 4"),
-        "V": (fourth([target, V]), IndexError, rf"4 .*{V}, .*\[0, V\)"),
-        "negative": (fourth([target, -1, -1]), IndexError, r"4 .* -1, .*\[0, V\)"),
-        "too few": (SamplingMask.from_lists(whole[1:]), ValueError, rf"offsets .*\[{T + 1}\].*\[{T}\]"),
-        "falling": (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets .*K="),
-        "floats": (good._replace(ids=good.ids.float()), TypeError, "ids .*torch.float32"),
-        "ids alone": (good.ids, TypeError, "sampling_mask .*Tensor"),
-    }
-
-
 @pytest.mark.parametrize("made", [hidden_case, rows_case])
 def test_lists_that_do_not_fit(made: Any) -> None:
     case = made(seed=16)
-    for lists, kind, named in wrong_lists(case).values():
+    whole, target = [[*range(V)]] * T, int(case.target_ids[4])
+    good = SamplingMask.from_lists(whole)
+
+    def fourth(*ids: int) -> SamplingMask:
+        return SamplingMask.from_lists([*whole[:4], list(ids), *whole[5:]])
+
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (fourth(*(x for x in range(V) if x != target)), ValueError, f"4 .*{target} .*{V - 1}"),
+        (fourth(target, *{3, 9} - {target}, 9 if target == 3 else 3), ValueError, "token 4"),  # twice
+        (fourth(target, V), IndexError, rf"4 .*{V}, .*\[0, V\)"),
+        (fourth(target, -1, -1), IndexError, r"4 .* -1, .*\[0, V\)"),
+        (SamplingMask.from_lists(whole[1:]), ValueError, rf"offsets .*\[{T + 1}\].*\[{T}\]"),
+        (good._replace(offsets=good.offsets.flip(0)), ValueError, "offsets .*K="),
+        (good._replace(ids=good.ids.float()), TypeError, "ids .*torch.float32"),
+        (good.ids, TypeError, "sampling_mask .*Tensor"),
+    ]
+    for lists, kind, named in wrong:
         with pytest.raises(kind, match=named):
             call(case, "dapo", sampling_mask=lists, **({"chunk_bytes": 1} if "hidden" in case.leaves else {}))
     with pytest.raises(TypeError, match="kept"):
         SamplingMask.from_kept(torch.ones(T, V))
     given: Any = (torch.zeros(T, H), torch.zeros(V, H), torch.zeros(T).long(), None)
     with pytest.raises(TypeError, match="'sampling_mask'"):
-        linear_preference_loss(*given, pairs=torch.tensor([[0, 2]]), sampling_mask=SamplingMask.from_lists([[0]] * T))
+        linear_preference_loss(*given, pairs=torch.tensor([[0, 2]]), sampling_mask=good)
 
 
 # --- as on a GPU ------------------------------------------------------------------------------------------
