@@ -34,7 +34,7 @@ from dapo_kernels import (
 )
 from dapo_kernels.backends import divergence
 from dapo_kernels.engine import chunks, distillation, hidden
-from dapo_kernels.engine.chunks import ROW_MULTIPLE, Chunks, Work, device_chunk_rows, live_work, row_stride
+from dapo_kernels.engine.chunks import ROW_MULTIPLE, Chunks, Work, device_chunk_rows, row_stride
 from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import layout_of
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -105,18 +105,6 @@ def test_chunks_have_room_for_the_logits_of_both_models_and_for_a_softcaps_copy(
 
 
 # --- which rows -------------------------------------------------------------------------------------------
-
-
-def test_active_rows_come_first_then_idle_ones() -> None:
-    live = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.bool)
-    idle = torch.tensor([0, 0, 1, 0, 1, 0], dtype=torch.bool)
-    with device_path():
-        work = live_work(live, idle, None)
-        assert (work.at.tolist(), work.n, work.n_active) == ([0, 3, 5, 2], 4, 3)
-        made = list(Chunks(work, torch.empty(6, 2), 4, torch.float32, 4, 2 * 16 * 4))
-        assert [(c.rows.tolist(), c.n_active) for c in made] == [([0, 3], 2), ([5, 2], 1)]
-        assert live_work(live, idle, False) == Work(None, 6, 6)
-        assert live_work(torch.ones(3, dtype=torch.bool), None, True) == Work(None, 3, 3)
 
 
 def test_when_a_call_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:

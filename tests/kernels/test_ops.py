@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from cases import call_linear, linear_case, logits_case
+from no_device import device_path
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -59,10 +61,7 @@ def exercise() -> Recorder:
     case, linear = logits_case(vocab=13, lengths=(3, 2), seed=131), linear_case(vocab=13, lengths=(3, 2), bias=True)
     options: dict[str, Any] = {"mask": case.mask, "kl_coef": 0.1, "ref_logprobs": case.ref_logprobs}
     with Recorder() as recorder:
-        for entropy_coef, old, weights in (
-            (0.0, case.old_logprobs, case.importance_weights),
-            (0.1, None, None),
-        ):
+        for entropy_coef, old, weights in ((0.0, case.old_logprobs, case.importance_weights), (0.1, None, None)):
             per_token = (case.target_ids, old, case.advantages)
             shared = {**options, "entropy_coef": entropy_coef, "importance_weights": weights}
             for inplace in (False, True):
@@ -134,26 +133,24 @@ BOTH, FACTORS = ("hidden", "weight"), ("hidden", "lora_a", "lora_b")
         (BOTH, "reinforce", 0.25, 0, 0.75),
         (BOTH, "reinforce", 1, 0.5, 1 + 2 * 0.5),
         (BOTH, "gspo", 0.5, 0, 4 * 0.5),  # statistics first, as for preferences
-        (
-            FACTORS,
-            "reinforce",
-            1,
-            0,
-            2 + 4 * (3 * 101 + 4 * 16) / (101 * 16),
-        ),  # nothing of V x H
+        (FACTORS, "reinforce", 1, 0, 2 + 4 * (3 * 101 + 4 * 16) / (101 * 16)),  # nothing of V x H
     ],
 )
 def test_gemm_work(
     needs: tuple[str, ...], objective: str, live: float, idle: float, gemms: float, chunk_bytes: int | None
 ) -> None:
-    """Three GEMMs with both gradients, two with a frozen half; the cost follows the share of live and active tokens."""
+    """Three GEMMs with both gradients, two with a frozen half; the cost follows the share of live and active tokens, on
+    a device too.
+    """
     n, vocab, width = 64, 101, 16
     rank = 4 if needs == FACTORS else 0
     case = linear_case(vocab, width, (n,), seed=134, mask=torch.arange(n) < live * n, rank=rank)
     case.advantages[: int(idle * n)] = 0.0
     how = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "chunk_bytes": chunk_bytes, "needs": needs}
-    work = gemm_flops(lambda: call_linear(linear_dapo_loss, case, objective, **how))
-    assert work == pytest.approx(gemms * 2.0 * n * vocab * width, rel=0.01)
+    for path in (nullcontext(), device_path()):
+        with path:
+            work = gemm_flops(lambda: call_linear(linear_dapo_loss, case, objective, **how))
+        assert work == pytest.approx(gemms * 2.0 * n * vocab * width, rel=0.01)
 
 
 FRESH_PROCESS = """

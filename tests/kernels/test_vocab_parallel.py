@@ -98,10 +98,7 @@ def log_probs_and_preferences(group: Group, cut: tuple[int, ...]) -> None:
     head, rows = linear_case(V, H, LENGTHS, bias=True, softcap=3.0, seed=9), logits_case(V, LENGTHS, seed=9)
     weights = torch.randn(2, T, generator=torch.Generator().manual_seed(2))
     results = []
-    for of_head, of_rows, more in (
-        (head, rows, {}),
-        (share(head, mine), share(rows, mine), {"group": group}),
-    ):
+    for of_head, of_rows, more in ((head, rows, {}), (share(head, mine), share(rows, mine), {"group": group})):
         x = {**of_head.fresh(), **of_rows.fresh()}
         capped = {"bias": x["bias"], "softcap": 3.0, **more}
         states, ids = (x["hidden"], x["weight"]), head.target_ids
