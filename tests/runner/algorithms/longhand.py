@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -65,15 +64,6 @@ def generalized(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Te
 def whitened(parts: dict[int, Tensor]) -> dict[int, Tensor]:
     every = torch.cat(list(parts.values()))
     return {index: (part - every.mean()) / (every.std() + 1e-6) for index, part in parts.items()}
-
-
-def model_at(folder: str | Path, factor: float = 1.0) -> Any:
-    """The model in float64 with transformers' own attention, all of its weights times ``factor``."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-    return model
 
 
 def copy_of(policy: Policy) -> Any:

@@ -1,4 +1,4 @@
-"""The update: mini-batches, learning rates, AdamW on float32 masters, the scale of float16, and when it stops."""
+"""A step of the learner: mini-batches, old log-probs, learning rates, AdamW, the scale of float16, when it stops."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import longhand
 import pytest
 import torch
-from builders import make_config, pack, random_sequences, save_model
+from builders import make_config, make_sequence, pack, random_sequences, save_model
 from learners import CPU, changed, learner_of, update, weights_of
 from refusals import refused
 
-from dapo_runner.algorithms.learner import Learner, mean_of
+from dapo_runner.algorithms.correction import measure
+from dapo_runner.algorithms.learner import Learner, mean_of, step_metrics
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.weights import IN_FLIGHT, MasterWeights, learning_rate
-from dapo_runner.config import ModelConfig, TinyModelConfig
+from dapo_runner.config import CorrectionConfig, ModelConfig, TinyModelConfig
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.hf import HFEngine
@@ -28,53 +30,79 @@ UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "sizes"),
-    [(18, 8, [6, 6, 6]), (20, None, [20]), (8, 8, [8]), (9, 8, [5, 4]), (3, 8, [3]), (0, 8, []), (0, None, [])],
+    ("count", "size", "sizes"), [(18, 8, [6, 6, 6]), (19, None, [19]), (9, 8, [5, 4]), (6, 1, [1] * 6), (0, 8, [])]
 )
 def test_mini_batches_are_consecutive_and_as_equal_as_possible(
     policy: Policy, count: int, size: int | None, sizes: list[int]
 ) -> None:
+    """Every fifth sequence does not train. A mini-batch of such sequences alone is left out."""
     learner = Learner(policy, make_config(optimizer={"mini_batch_size": size, "token_budget": 96}))
-    sequences = [sequence for sequence in random_sequences(25) if sequence.mask.any()][:count]
-    minis, start = learner.prepare(sequences), 0
-    for index, (mini, n) in enumerate(zip(minis, sizes, strict=True)):
-        ids = [i for batch in mini.micro_batches for i in batch.sequence_ids.tolist()]
-        assert sorted(ids) == list(range(start, start + n))
-        assert mini.index == index
-        assert mini.n_tokens == sum(int(sequence.mask.sum()) for sequence in sequences[start : start + n])
+    sequences = random_sequences(count)
+    expected, start = [], 0
+    for index, n in enumerate(sizes):
+        trained = [i for i in range(start, start + n) if sequences[i].mask.any()]
+        if trained:
+            expected.append((index, trained, sum(int(sequences[i].mask.sum()) for i in trained)))
         start += n
+    found = []
+    for mini in learner.prepare(sequences):
+        ids = [i for batch in mini.micro_batches for i in batch.sequence_ids.tolist()]
+        found.append((mini.index, sorted(ids), mini.n_tokens))
+    assert found == expected
 
 
-def test_a_mini_batch_without_training_tokens_is_left_out(policy: Policy) -> None:
-    """What does not train counts in no denominator either."""
-    sequences = random_sequences(8)
-    for sequence in sequences[4:]:
-        sequence.mask[:] = False
-    sequences[1].mask[:] = False
-    for objective, denominator in (("dapo", sum(int(x.mask.sum()) for x in sequences)), ("dr_grpo", 3)):
-        config = make_config(loss={"objective": objective}, optimizer={"mini_batch_size": 4})
-        (mini,) = Learner(policy, config).prepare(sequences)
-        assert mini.denominator == denominator
+@pytest.mark.parametrize("size", [1, None])
+def test_figures_of_a_step_do_not_depend_on_its_mini_batches(model_folder: Path, size: int | None) -> None:
+    """Responses of unlike length and gap: their mean is over tokens, of the policy before the first update."""
+    sections = {"rollout": {"correction": {"mask": "token", "bound": 1.5}, "group_size": 2}}
+    learner = learner_of(model_folder, **sections, sampler={"prompts_per_step": 1}, optimizer={"mini_batch_size": size})
+    sequences = []
+    for length, gap in ((1, 0.75), (9, 0.25)):
+        sequence = make_sequence(3, length)
+        (batch,) = pack([sequence], 64)
+        own = torch.cat([torch.zeros(1), learner.logprobs(batch)])
+        sequences.append(replace(sequence, rollout_logprobs=own - gap * sequence.mask))
+    minis = learner.prepare(sequences)
+    assert len(minis) == 2 // (size or 2)
+    figures = step_metrics(minis, [learner.update(mini, 0) for mini in minis])
+    exact = longhand.mismatch([0.75] + [0.25] * 9, [0.0] + [1.0] * 9, CorrectionConfig())
+    assert {key: figures[key] for key in exact} == pytest.approx(exact, rel=1e-3)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_learning_rates(warmup: int) -> None:
-    """The top once, at the end of the warm-up; equal falls; the last step is not lost on a rate of 0."""
+def test_without_a_log_prob_of_the_engine_only_that_is_known() -> None:
+    learner, engine, trains = torch.zeros(2), torch.full((2,), torch.nan), torch.tensor([True, False])
+    assert measure(learner, engine, trains).metrics() == {"rollout_unknown": 1.0}
+    assert measure(learner, engine, torch.zeros_like(trains)).metrics() == {}
 
-    def rates(schedule: str, **optimizer: float) -> list[float]:
-        settings = {"lr": 1e-3, "schedule": schedule, "warmup_steps": warmup, **optimizer}
-        config = make_config(run={"steps": 10}, optimizer=settings)
-        return [learning_rate(config, step) for step in range(12)]
 
-    top = max(warmup, 1)
-    rise = [1e-3 * (step + 1) / top for step in range(top)]
-    n_falls = 11 - top
-    fallen = [min(1.0, n / n_falls) for n in range(1, 13 - top)]
-    assert rates("constant") == pytest.approx(rise + [1e-3] * (12 - top))
-    assert rates("linear") == pytest.approx(rise + [1e-3 * (1 - x) for x in fallen], abs=1e-12)
-    wave = [1e-4 + 9e-4 * (1 + math.cos(math.pi * x)) / 2 for x in fallen]
-    assert rates("cosine", min_lr_ratio=0.1) == pytest.approx(rise + wave)
-    assert rates("linear")[9] > 0
+def test_on_policy_there_is_no_pass_before_the_first_update(model_folder: Path) -> None:
+    """Its own log-probs are the old ones, so that every ratio is 1. The second update has those of a pass."""
+    optimizer = {"mini_batch_size": 1, "lr": 1e-2}
+    learner = learner_of(model_folder, rollout={"group_size": 2}, sampler={"prompts_per_step": 1}, optimizer=optimizer)
+    passes: list[int] = []
+    learner.policy.model.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    first, second = learner.prepare(random_sequences(2))
+    assert len(passes) == 1
+    assert update(learner, first)[1]["ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert len(passes) == 2
+    assert update(learner, second)[1]["ratio_max"] > 1.001
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "rates"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1, 1]),
+        ("linear", 1, [1, 0.75, 0.5, 0.25, 0, 0]),
+        ("linear", 2, [0.5, 1, 2 / 3, 1 / 3, 0]),
+        ("cosine", 0, [1, 0.8682, 0.55, 0.2318, 0.1, 0.1]),
+    ],
+)
+def test_learning_rates(schedule: str, warmup: int, rates: list[float]) -> None:
+    """Of four steps and those after them: the last step is not lost on a rate of 0."""
+    settings = {"lr": 1.0, "schedule": schedule, "warmup_steps": warmup}
+    config = make_config(run={"steps": 4}, optimizer=settings | ({"min_lr_ratio": 0.1} if schedule == "cosine" else {}))
+    assert [learning_rate(config, step) for step in range(len(rates))] == pytest.approx(rates, abs=1e-4)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -171,7 +199,7 @@ def test_a_scaled_loss_keeps_gradients_that_float16_cannot_hold(model_folder: Pa
 def test_an_overflow_skips_the_update_and_halves_the_scale(model_folder: Path) -> None:
     learner = learner_of(model_folder, "float16")
     learner.trained.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    updates, expected, scale, n_good = [], [], 1024.0, 0
+    updates, scales = [], [1024, 1024, 512, 256, 256, 512, 512]
     for step, overflows in enumerate([False, True, True, False, False, False, True]):
         before, sequences = weights_of(learner), random_sequences(8, seed=step)
         if overflows:
@@ -179,11 +207,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(model_folder: Path) -
         (mini,) = learner.prepare(sequences)
         updates.append(learner.update(mini, step))
         assert (not changed(learner, before)) == overflows
-        expected.append((scale, float(overflows)))
-        n_good = 0 if overflows else n_good + 1
-        scale = scale / 2 if overflows else scale * 2 if n_good == 2 else scale
-        n_good %= 2
-    assert [(found["loss_scale"], found["skipped_updates"]) for found in updates] == expected
+        assert (updates[-1]["loss_scale"], updates[-1]["skipped_updates"]) == (scales[step], overflows)
     together = mean_of(updates)
     assert together["skipped_updates"] == 3
     assert math.isfinite(together["grad_norm"])

@@ -1,4 +1,4 @@
-"""Every loss of the learner: gradient and metrics of an update against the formulas in float64, one by one."""
+"""Every loss of the learner: gradient and metrics of an update against the formulas in float64; preference pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import longhand
 import pytest
 import torch
-from builders import make_config, paired, random_sequences, save_model
+from builders import make_completion, make_config, make_group, make_prompt, paired, random_sequences, save_model
 from learners import CPU, OPTIMIZER, assert_same_gradients, learner_of, update
 from refusals import refused
 from torch import Tensor
@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.critic import value_loss
 from dapo_runner.algorithms.learner import Learner, step_metrics
-from dapo_runner.config import ModelConfig, TinyModelConfig
+from dapo_runner.algorithms.losses import PreferenceLoss, pair_metrics, pair_sequences
+from dapo_runner.config import ModelConfig, PreferenceConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.run.tiny_model import make_model, make_tokenizer
-from dapo_runner.types import Sequence
+from dapo_runner.types import Group, Sample, Sequence, Verdict
 
 CORRECTIONS: list[dict[str, Any]] = [
     {"weights": "token", "cap": 1.3, "floor": 0.8},
@@ -42,14 +43,9 @@ POLICY_LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> Any:
-    return longhand.model_at(model_folder)
-
-
-@pytest.fixture(scope="module")
-def reference(model_folder: Path) -> Any:
-    return longhand.model_at(model_folder, 1.1)
+@pytest.fixture
+def model(policy: Policy) -> Any:
+    return longhand.copy_of(policy)
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -64,6 +60,7 @@ def sampled(model: Any, missing: list[float]) -> list[Sequence]:
     for index, sequence in enumerate(sequences):
         if not sequence.mask.any():
             continue
+        sequence.mask[-2] = index % 2 == 0  # or the engine's log-prob is that of a token that does not train
         with torch.no_grad():
             own = longhand.logprobs_of(model, sequence).float()
         gap = 0.4 * torch.randn(own.shape, generator=generator)
@@ -75,7 +72,7 @@ def sampled(model: Any, missing: list[float]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("name", [*POLICY_LOSSES, "dapo, complete"])
-def test_a_policy_loss_is_its_paper(model_folder: Path, model: Any, reference: Any, name: str) -> None:
+def test_a_policy_loss_is_its_paper(model_folder: Path, model: Any, name: str) -> None:
     """A token without a log-prob of the engine, or with one that is not finite, has a neutral ratio and weight."""
     sections, missing = POLICY_LOSSES.get(name, {}), [torch.nan, torch.inf, -torch.inf]
     sequences = sampled(model, missing if name in POLICY_LOSSES else [])
@@ -85,15 +82,44 @@ def test_a_policy_loss_is_its_paper(model_folder: Path, model: Any, reference: A
         gradients, figures = update(learner, mini)
         figures |= step_metrics([mini], [figures])
         if budget == 1024:
+            reference = learner.reference and longhand.copy_of(learner.reference)
             loss, expected = longhand.policy_step(learner.config, sequences, model, reference)
             exact = gradients_of(model, loss)
         assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert_same_gradients(gradients, exact, 1e-4)
 
 
-def graded_pairs() -> list[Sequence]:
+def graded(*rewards: float, dead: tuple[int, ...] = ()) -> Group:
+    samples = [
+        Sample(make_completion(4 + i), Verdict(reward > 0), reward, trains=i not in dead)
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(make_prompt(), tuple(samples), step=1)
+
+
+def test_the_best_response_of_a_group_is_chosen_over_the_worst() -> None:
+    """Of those that train. Groups of equal rewards, and of one response that trains, have no pair."""
+    groups = [
+        graded(0.1, 0.9, 0.5, 0.3),
+        make_group("WRWW"),
+        make_group("RRRR"),
+        graded(0.9, 0.1, 0.5, dead=(0,)),
+        graded(0.9, 0.1, dead=(0,)),
+    ]
+    sequences = pair_sequences(groups, step=3)
+    found = [[float(x.advantages[-1]) for x in sequences if x.group_id == group] for group in range(5)]
+    assert found == [[-1, 1, 0, 0], [0, 1, 0, -1], [0] * 4, [0, -1, 1], [0, 0]]
+    assert [x.pair for x in sequences] == [0, 0, -1, -1, -1, 1, -1, 1, -1, -1, -1, -1, -1, 2, 2, -1, -1]
+    assert [bool(x.mask.any()) for x in sequences] == [x.pair >= 0 for x in sequences]
+    assert [x.age for x in sequences] == [2] * 4 + [3] * 8 + [2] * 5
+    config = PreferenceConfig()
+    assert [sequences.index(x) for x in PreferenceLoss(config).arrange(sequences)] == [1, 0, 5, 7, 14, 13]
+    assert (pair_metrics(groups, config), pair_metrics(groups, None)) == ({"ties": 1}, {})
+
+
+def graded_pairs(count: int) -> list[Sequence]:
     """A chosen and a rejected response in turn, as a step has them: neighbours need not be in a pair."""
-    pairs = paired(random_sequences(13))
+    pairs = paired(random_sequences(count))
     return [pairs[index] for index in torch.randperm(len(pairs), generator=torch.Generator().manual_seed(1)).tolist()]
 
 
@@ -106,28 +132,35 @@ PAIR_LOSSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("preference", PAIR_LOSSES, ids=str)
-def test_a_loss_of_pairs_is_its_paper(model_folder: Path, model: Any, reference: Any, preference: dict) -> None:
+def test_a_loss_of_pairs_is_its_paper(model_folder: Path, model: Any, preference: dict) -> None:
     sections = {"preference": preference, "rollout": {"temperature": 0.7}, "optimizer": {"token_budget": 48}}
-    learner, sequences = learner_of(model_folder, **sections), graded_pairs()
+    learner, sequences = learner_of(model_folder, **sections), graded_pairs(13)
     (mini,) = learner.prepare(sequences)
     assert len(mini.micro_batches) > 1
     gradients, figures = update(learner, mini)
     in_turn = sorted(sequences, key=lambda sequence: (sequence.pair, -sequence.advantages[-1]))
-    loss = longhand.pair_loss(learner.config, in_turn, model, reference)
+    assert learner.reference is not None
+    loss = longhand.pair_loss(learner.config, in_turn, model, longhand.copy_of(learner.reference))
     assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert_same_gradients(gradients, gradients_of(model, loss), 1e-4)
 
 
-def test_a_pair_is_compared_with_the_policy_before_the_step(model_folder: Path) -> None:
-    """The first update has no margin yet, the second has that of the first update."""
-    sections = {"preference": {"reference": "step"}, "optimizer": {"mini_batch_size": 4, "lr": 1e-2}}
-    learner = learner_of(model_folder, **sections)
-    first, second, _ = learner.prepare(graded_pairs())
-    before = [learner.logprobs(batch) for batch in second.micro_batches]
-    assert all(torch.equal(batch.ref_logprobs, x) for batch, x in zip(second.micro_batches, before, strict=True))
+def test_a_pair_stays_together_and_is_compared_with_the_policy_before_the_step(model_folder: Path) -> None:
+    """Half of 14 responses would be an odd number. The first update has no margin yet, the second that of the first."""
+    optimizer = {"mini_batch_size": 8, "token_budget": 48, "lr": 1e-2}
+    learner = learner_of(model_folder, preference={"reference": "step"}, optimizer=optimizer)
+    first, second = minis = learner.prepare(graded_pairs(18))
+    assert [mini.denominator for mini in minis] == [4, 3]
+    for mini in minis:
+        for batch in mini.micro_batches:
+            chosen, rejected = batch.sequence_ids.view(-1, 2).unbind(1)
+            assert torch.equal(chosen + 1, rejected)
+            assert not (chosen % 2).any()
+    assert all(torch.equal(batch.ref_logprobs, learner.logprobs(batch)) for batch in second.micro_batches)
     gradients, figures = update(learner, first)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
-    assert (figures["margin"], figures["accuracy"], figures["pairs"]) == (0, 0, first.denominator)
+    assert (figures["margin"], figures["accuracy"], figures["pairs"]) == (0, 0, 4)
+    assert figures["entropy"] > 0
     assert any(gradient.any() for gradient in gradients.values())
     assert update(learner, second)[1]["margin"] != 0
 
@@ -149,7 +182,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_distillation_is_its_paper(model_folder: Path, teacher: Path, model: Any, beta: float) -> None:
     sections = {"distillation": {"teacher": str(teacher), "beta": beta}, "rollout": {"temperature": 0.7}}
     learner = learner_of(model_folder, **sections, optimizer={"token_budget": 40})
-    sequences, tutor = random_sequences(10), longhand.model_at(teacher, 1.1)
+    assert learner.reference is not None
+    sequences, tutor = random_sequences(10), longhand.copy_of(learner.reference)
     (mini,) = learner.prepare(sequences)
     gradients, figures = update(learner, mini)
     own = torch.cat([longhand.logits_of(model, sequence) for sequence in sequences])
@@ -160,28 +194,14 @@ def test_distillation_is_its_paper(model_folder: Path, teacher: Path, model: Any
     assert figures["entropy"] == pytest.approx(float(longhand.entropy_of(own / 0.7).detach().mean()), rel=1e-4)
     assert figures["tokens"] == len(own)
     assert_same_gradients(gradients, gradients_of(model, loss), 1e-4)
-    assert learner.reference is not None
     assert all(parameter.grad is None for parameter in learner.reference.model.parameters())
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
-def test_the_value_loss_is_its_paper(clip: float | None) -> None:
-    """A masked position may hold anything. A token is counted where the clip, and not rounding, stopped it."""
-    generator = torch.Generator().manual_seed(0)
-    values, returns, noise = torch.randn(3, 20000, generator=generator)
-    old = values + torch.where(torch.arange(20000) % 2 == 0, 0.3 * noise, 0.1 * noise.clamp(-1.9, 1.9))
-    mask = torch.rand(20000, generator=generator) < 0.8
-    values[~mask] = torch.nan
-    found = value_loss(values.requires_grad_(), old, returns, mask, clip)
-    exact = values.detach().double()[mask].requires_grad_()
-    terms = longhand.value_loss(exact, old[mask].double(), returns[mask].double(), clip)
-    assert float(found.loss.detach()) == pytest.approx(float(terms.sum().detach()), rel=1e-6)
-    found.loss.backward()
-    terms.sum().backward()
-    assert values.grad is not None
-    torch.testing.assert_close(values.grad[mask].double(), exact.grad)
-    is_stopped = (exact.grad == 0) & ((exact - old[mask].double()).abs() > 0.2)
-    assert float(found.clipped) == (int(is_stopped.sum()) if clip else 0)
+def test_a_masked_position_has_no_value_loss_whatever_it_holds() -> None:
+    values = torch.tensor([1.0, torch.nan], requires_grad=True)
+    for clip in (None, 0.2):
+        found = value_loss(values, torch.zeros(2), torch.zeros(2), torch.tensor([True, False]), clip)
+        assert torch.autograd.grad(found.loss, values)[0].tolist() == [1, 0]
 
 
 def test_every_objective_of_the_table_updates(policy: Policy) -> None:

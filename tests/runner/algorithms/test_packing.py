@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack_shares
-from dapo_runner.types import PackedBatch, Sequence, TruncatedSupport
+from dapo_runner.types import Sequence, TruncatedSupport
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)).filter(lambda pair: sum(pair) > 0), max_size=30)
 
@@ -27,38 +27,48 @@ def sequences_of(lengths: list[tuple[int, int]]) -> list[Sequence]:
     ]
 
 
-def segments(batch: PackedBatch) -> list[tuple[int, int]]:
-    return list(pairwise(batch.cu_seqlens.tolist()))
-
-
-@settings(max_examples=50)
-@given(lengths=LENGTHS, budget=st.integers(14, 60))
-def test_every_training_token_exactly_once_with_its_own_values(lengths: list[tuple[int, int]], budget: int) -> None:
-    sequences = sequences_of(lengths)
-    batches = pack(sequences, budget)
-    found: list[int] = []
-    for batch in batches:
-        assert 0 < batch.n_positions <= budget
+@settings(max_examples=80)
+@given(
+    lengths=LENGTHS,
+    budget=st.integers(14, 60),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 4),
+    together=st.integers(1, 2),
+    data=st.data(),
+)
+def test_every_training_token_is_on_one_rank_with_its_own_values(
+    lengths: list[tuple[int, int]], budget: int, ranks: int, multiple: int, together: int, data: st.DataObject
+) -> None:
+    """As many micro-batches on every rank; neighbours stay together and ages apart; padding trains nothing."""
+    budget *= together
+    sequences = sequences_of(lengths)[: len(lengths) // together * together]
+    ages = data.draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences)))
+    sequences = [replace(item, age=ages[index // together]) for index, item in enumerate(sequences)]
+    shares = pack_shares(sequences, budget, ranks=ranks, multiple=multiple, together=together, first_id=7)
+    assert len(shares) == ranks
+    assert len({len(share) for share in shares}) == 1
+    units: list[list[int]] = []
+    for batch in (batch for share in shares for batch in share):
+        assert batch.n_positions % multiple == 0
+        assert 0 < batch.n_positions < budget + multiple
         dtypes = (batch.cu_seqlens.dtype, batch.input_ids.dtype, batch.mask.dtype)
         assert dtypes == (torch.int32, torch.int64, torch.bool)
-        live = batch.target_ids[batch.mask]
-        found += live.tolist()
-        assert torch.equal(batch.advantages[batch.mask], live.float())
-        assert torch.equal(batch.old_logprobs[batch.mask], -live.float())
-        assert batch.n_sequences == batch.group_ids.numel() == batch.sequence_ids.numel()
-        for (start, end), index, group in zip(
-            segments(batch), batch.sequence_ids.tolist(), batch.group_ids.tolist(), strict=True
-        ):
-            original = sequences[index]
-            assert group == original.group_id
-            assert torch.equal(batch.input_ids[start:end], original.token_ids[:-1])
-            assert torch.equal(batch.target_ids[start:end], original.token_ids[1:])
+        ids = [index - 7 for index in batch.sequence_ids.tolist()]
+        own = [index for index in ids if index < len(sequences)]
+        units += [own[start : start + together] for start in range(0, len(own), together)]
+        assert len({sequences[index].age > 0 for index in own}) <= 1
+        assert batch.group_ids.tolist() == [sequences[index].group_id for index in own] + [-1] * (len(ids) - len(own))
+        for (start, end), index in zip(pairwise(batch.cu_seqlens.tolist()), own, strict=False):
+            whole = sequences[index]
+            assert torch.equal(batch.input_ids[start:end], whole.token_ids[:-1])
+            assert torch.equal(batch.target_ids[start:end], whole.token_ids[1:])
+            assert torch.equal(batch.mask[start:end], whole.mask[1:])
+            assert torch.equal(batch.advantages[start:end], whole.advantages[1:])
+            assert torch.equal(batch.old_logprobs[start:end], whole.rollout_logprobs[1:])
             assert batch.position_ids[start:end].tolist() == list(range(end - start))
-    expected = [int(token) for s in sequences for token, live in zip(s.token_ids[1:], s.mask[1:], strict=True) if live]
-    assert sorted(found) == sorted(expected)
-    assert count_training_tokens(sequences) == len(expected)
-    packed = sorted(index for batch in batches for index in batch.sequence_ids.tolist())
-    assert packed == [index for index, sequence in enumerate(sequences) if sequence.mask[1:].any()]
+        assert not batch.mask[batch.cu_seqlens[len(own)] :].any()
+    every = [list(range(start, start + together)) for start in range(0, len(sequences), together)]
+    assert sorted(units) == [unit for unit in every if count_training_tokens([sequences[index] for index in unit])]
 
 
 @settings(max_examples=50)
@@ -89,36 +99,6 @@ def test_too_long_is_an_error() -> None:
     assert len(pack([make_sequence(3, 8)], 10)) == 1
     with pytest.raises(ValueError, match=r"optimizer\.token_budget"):
         pack([make_sequence(3, 9)], 10)
-
-
-@settings(max_examples=50)
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), multiple=st.integers(1, 4), together=st.integers(1, 2), data=st.data())
-def test_shares_of_ranks(
-    lengths: list[tuple[int, int]], ranks: int, multiple: int, together: int, data: st.DataObject
-) -> None:
-    """As many micro-batches on every rank; neighbours stay together and ages apart; padding trains nothing."""
-    sequences = sequences_of(lengths)[: len(lengths) // together * together]
-    ages = data.draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences)))
-    sequences = [replace(item, age=ages[index // together]) for index, item in enumerate(sequences)]
-    shares = pack_shares(sequences, 60, ranks=ranks, multiple=multiple, together=together, first_id=7)
-    assert len(shares) == ranks
-    assert len({len(share) for share in shares}) == 1
-    units: list[list[int]] = []
-    for batch in (batch for share in shares for batch in share):
-        assert batch.n_positions % multiple == 0
-        assert batch.n_positions < 60 + multiple
-        own = [
-            index - 7
-            for index, group in zip(batch.sequence_ids.tolist(), batch.group_ids.tolist(), strict=True)
-            if group >= 0
-        ]
-        assert len({sequences[index].age > 0 for index in own}) <= 1
-        units += [own[start : start + together] for start in range(0, len(own), together)]
-        padding = batch.sequence_ids == 7 + len(sequences)
-        assert batch.group_ids[padding].tolist() == [-1] * int(padding.sum())
-        assert int(batch.mask.sum()) == count_training_tokens([sequences[index] for index in own])
-    every = [list(range(start, start + together)) for start in range(0, len(sequences), together)]
-    assert sorted(units) == [unit for unit in every if count_training_tokens([sequences[index] for index in unit])]
 
 
 def test_optional_tensors_are_padded() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from builders import make_prompt, make_sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.packing import count_training_tokens
@@ -109,22 +105,3 @@ def test_figures_count_a_shared_segment_once() -> None:
     chains = tuple(replace(sample, segments=chain_segments(sample, [0, 4], values)) for values in ([0, 0.5], [0, 0]))
     assert segment_metrics([Group(make_prompt(), chains)]) == {"per_response": 2, "advantage": 0.5, "zero": 0.25}
     assert segment_metrics([]) == {}
-
-
-@settings(max_examples=40)
-@given(st.lists(st.floats(-2, 2) | st.lists(st.floats(-2, 2), min_size=1, max_size=4), min_size=1, max_size=5))
-def test_a_node_is_worth_the_mean_of_its_children(tree: list[float | list[float]]) -> None:
-    """Whatever the rewards, and wherever leaves are: the advantages of siblings cancel."""
-    leaves = []
-    for i, node in enumerate(tree):
-        children = [leaf(r, (i, 1), (j, 1)) for j, r in enumerate(node)] if isinstance(node, list) else []
-        leaves += children or [leaf(float(node), (i, 1))]  # type: ignore[arg-type]
-    group = tree_segments(Group(make_prompt(), tuple(leaves)))
-    worth = [fmean(node) if isinstance(node, list) else node for node in tree]
-    for sample in group.samples:
-        path = [branch.child for branch in sample.completion.path]
-        first, *rest = sample.segments
-        assert (first.before, first.after) == (pytest.approx(fmean(worth)), pytest.approx(worth[path[0]]))
-        assert all(x.after == sample.reward and x.before == pytest.approx(worth[path[0]]) for x in rest)
-        assert all(x.advantage == pytest.approx(x.after - x.before, abs=2e-6) for x in sample.segments)
-        assert all(math.isfinite(x.advantage) for x in sample.segments)

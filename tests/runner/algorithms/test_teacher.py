@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from builders import write_rows
+from builders import snippets_of, write_rows
 
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import apply_overrides, load_config, parse_config
@@ -16,8 +15,7 @@ from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.train import train
 
-PAGE = (Path(__file__).parents[3] / "docs" / "distillation.md").read_text(encoding="utf-8")
-SNIPPETS = dict(re.findall(r"<!-- (.+?) -->\n```\w*\n(.+?)```", PAGE, re.DOTALL))
+SNIPPETS = snippets_of("distillation")
 SMALL = [
     "model.dtype=float32",
     "run.steps=1",

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_config, pack, random_sequences
+from builders import pack, random_sequences
 from learners import CPU, assert_same_gradients, learner_of, update
 from torch import Tensor
 
 from dapo_kernels import policy_loss
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.objective import resolve_objective
-from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens
+from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_policy
-from dapo_runner.types import PackedBatch, Sequence
+from dapo_runner.types import Sequence
 
 SELECTING: dict[str, dict[str, Any]] = {
     "top_entropy": {},
@@ -28,37 +27,25 @@ SELECTING: dict[str, dict[str, Any]] = {
 }
 
 
-def scores_of(batch: PackedBatch) -> ScoredBatch:
-    """Log-probs and entropies that depend on the sequence and the token's place in it alone."""
-    generator = torch.Generator().manual_seed(1)
-    logprobs, entropy = -3 * torch.rand(1000, generator=generator), torch.rand(1000, generator=generator)
-    place = 20 * batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths)) + batch.position_ids
-    return ScoredBatch(batch, logprobs[place], entropy[place])
+CLIP_COV = {"objective": "clip_cov", "overrides": SELECTING["clip_cov"]}
 
 
-def selected(sequences: list[Sequence], on_policy: bool = False) -> set[int]:
-    """The sequences of which clip_cov selects a token."""
-    batches, generator = pack(sequences, 64), torch.Generator().manual_seed(3)
-    objective = resolve_objective(make_config(loss={"objective": "clip_cov", "overrides": SELECTING["clip_cov"]}))
-    choices = select_tokens(objective, [scores_of(batch) for batch in batches], generator, on_policy=on_policy)
-    found = set()
-    for batch, chosen in zip(batches, choices, strict=True):
-        assert not bool((chosen & ~batch.mask).any())
-        found |= set(batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths))[chosen].tolist())
-    return found
-
-
-def test_clip_cov_leaves_alone_what_the_clip_has_stopped() -> None:
-    """By their old log-probs all tokens are outside the clip. On-policy these count for a stale response only."""
-    sequences = random_sequences(8)
+@pytest.mark.parametrize(("old", "stale"), [("rollout", set(range(8))), ("trainer", {1, 2, 6})])
+def test_clip_cov_leaves_alone_what_the_clip_has_stopped(model_folder: Path, old: str, stale: set[int]) -> None:
+    """By the engine's log-probs all tokens are outside the clip. On-policy these count for a stale response only."""
+    learner = learner_of(model_folder, loss={**CLIP_COV, "old_logprobs": old}, optimizer={"token_budget": 40})
+    sequences = [replace(item, age=int(index in stale)) for index, item in enumerate(random_sequences(8))]
     for sequence in sequences:
         sequence.rollout_logprobs.fill_(-50.0)
         sequence.advantages.abs_()
-    assert selected(sequences) == set()
-    mixed = [replace(item, age=int(index in (1, 2, 6))) for index, item in enumerate(sequences)]
-    found = selected(mixed, on_policy=True)
-    assert found
-    assert not found & {1, 2, 6}
+    (mini,) = learner.prepare(sequences)
+    found = set[int]()
+    for batch, chosen in zip(mini.micro_batches, learner.select_tokens(mini, 0), strict=True):
+        assert chosen is not None
+        assert not bool((chosen & ~batch.mask).any())
+        found |= set(batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths))[chosen].tolist())
+    assert not found & stale
+    assert bool(found) == (old == "trainer")
 
 
 @pytest.mark.parametrize("name", SELECTING)
@@ -84,11 +71,7 @@ def test_the_gradient_is_that_of_one_call_over_everything(model_folder: Path, na
 
 def test_random_choices_are_those_of_the_update(model_folder: Path) -> None:
     """The same after a resume, others in each update."""
-    sections = {
-        "loss": {"objective": "clip_cov", "overrides": SELECTING["clip_cov"]},
-        "sampler": {"prompts_per_step": 4},
-    }
-    learner = learner_of(model_folder, **sections)
+    learner = learner_of(model_folder, loss=CLIP_COV)
     (mini,) = learner.prepare(random_sequences(12))
 
     def drawn(step: int, index: int = 0) -> list[list[bool]]:
