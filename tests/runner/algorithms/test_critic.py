@@ -13,7 +13,7 @@ import torch
 from builders import random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import assert_same_gradients, changed, learner_of, update, weights_of
+from learners import assert_same_gradients, learner_of, update
 from torch import Tensor
 
 from dapo_runner.algorithms.learner import Learner
@@ -193,16 +193,6 @@ def test_on_a_shared_trunk_the_losses_add_up(model_folder: Path, budget: int) ->
     assert_same_gradients(gradients, {name: x.grad for name, x in exact.named_parameters()}, 1e-4)
     assert figures["value_loss"] == pytest.approx(float(torch.cat(value).mean().detach()), rel=1e-4)
     assert "value_head.weight" not in dict(learner.policy.named_weights())  # which an engine gets
-
-
-def test_while_the_critic_warms_up_the_policy_waits(model_folder: Path) -> None:
-    learner = learner_of(model_folder, advantage={"kind": "gae"}, critic={"warmup_steps": 2}, run={"steps": 4})
-    before = weights_of(learner)
-    for step in range(3):
-        (mini,) = learner.prepare(earning())
-        gradients, figures = update(learner, mini, step)
-        assert bool(changed(learner, before)) == ("loss" in figures) == (step == 2)
-        assert "critic.value_head.weight" in gradients
 
 
 def test_a_gradient_of_the_critic_that_is_not_finite_stops_the_run(model_folder: Path) -> None:

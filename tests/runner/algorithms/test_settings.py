@@ -14,7 +14,7 @@ from refusals import refused
 
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
-from dapo_runner.config import Config, CorrectionConfig, lay_over, parse_config
+from dapo_runner.config import Config, lay_over, parse_config
 from dapo_runner.parallel.world import Layout
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.needs import check_needs
@@ -38,13 +38,6 @@ def test_an_objective_that_there_is_not_is_refused() -> None:
             resolve_objective(make_config(loss={"overrides": {word: value}}))
     with refused("dapo2"):
         resolve_objective(make_config(loss={"objective": "dapo2"}))
-
-
-@pytest.mark.parametrize("limit", ["cap", "floor", "bound", "lower_bound"])
-def test_a_default_of_what_is_off_may_be_spelled_out(limit: str) -> None:
-    """As in a run's own copy of its configuration."""
-    settings = {limit: getattr(CorrectionConfig(), limit)}
-    assert not make_config(rollout={"correction": settings}).rollout.correction.enabled
 
 
 def matched(**sections: Any) -> Config:

@@ -30,7 +30,7 @@ SELECTING: dict[str, dict[str, Any]] = {
 CLIP_COV = {"objective": "clip_cov", "overrides": SELECTING["clip_cov"]}
 
 
-@pytest.mark.parametrize(("old", "stale"), [("rollout", set(range(8))), ("trainer", {1, 2, 6})])
+@pytest.mark.parametrize(("old", "stale"), [("rollout", set(range(8))), ("learner", {1, 2, 6})])
 def test_clip_cov_leaves_alone_what_the_clip_has_stopped(model_folder: Path, old: str, stale: set[int]) -> None:
     """By the engine's log-probs all tokens are outside the clip. On-policy these count for a stale response only."""
     learner = learner_of(model_folder, loss={**CLIP_COV, "old_logprobs": old}, optimizer={"token_budget": 40})
@@ -45,7 +45,7 @@ def test_clip_cov_leaves_alone_what_the_clip_has_stopped(model_folder: Path, old
         assert not bool((chosen & ~batch.mask).any())
         found |= set(batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths))[chosen].tolist())
     assert not found & stale
-    assert bool(found) == (old == "trainer")
+    assert bool(found) == (old == "learner")
 
 
 @pytest.mark.parametrize("name", SELECTING)

@@ -34,12 +34,9 @@ def load(folder: Path, dtype: str = "float32", seed: int = 0, **lora: Any) -> Po
     return load_policy(folder, config, CPU, seed)
 
 
-def learner_of(folder: Path, dtype: str = "float32", seed: int = 0, **lora: Any) -> Learner:
-    optimizer = {"lr": 1e-2, "weight_decay": 0.0}
-    return Learner(
-        load(folder, dtype, seed, **lora),
-        config_of(folder, dtype, optimizer=optimizer, loss={"overrides": {"kl_coef": 0.1}}),
-    )
+def learner_of(folder: Path, dtype: str = "float32", **lora: Any) -> Learner:
+    sections = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}, "loss": {"overrides": {"kl_coef": 0.1}}}
+    return Learner(load(folder, dtype, **lora), config_of(folder, dtype, **sections))
 
 
 def train(learner: Learner, steps: range) -> list[dict[str, float]]:
@@ -113,26 +110,20 @@ def test_merged_weights_are_rounded_once(model_folder: Path) -> None:
         assert bool(((got.double() - exact).abs() <= 1.0001 * half_a_bit).all()), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_resumes_and_has_the_adapters_in_pefts_format(
-    model_folder: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_a_checkpoint_has_the_adapters_in_pefts_format(model_folder: Path, tmp_path: Path) -> None:
     sampler = DynamicSampler(PromptCursor([make_prompt()], seed=0), GroupBuffer(make_config()))
-    learner, resumed = learner_of(model_folder, dtype), learner_of(model_folder, dtype, seed=9)
+    learner = learner_of(model_folder)
     train(learner, range(2))
     saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
-    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
-    theirs = peft.PeftModel.from_pretrained(base, saved.path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), saved.path / "adapter")
     sequence = random_sequences(1)[0]
     (batch,) = pack([sequence], 64)
     with torch.no_grad():
         ours = learner.policy.model.get_output_embeddings()(learner.policy.hidden_states(batch))
         logits = theirs(input_ids=sequence.token_ids[None, :-1]).logits[0]
-    assert (logits - ours).abs().max() <= (1e-4 if dtype == "float32" else 0.06) * ours.abs().max()
-    load_checkpoint(saved, resumed, sampler)
-    assert train(resumed, range(2, 4)) == train(learner, range(2, 4))
+    assert (logits - ours).abs().max() <= 1e-4 * ours.abs().max()
     with pytest.raises(CheckpointError, match="lora_A"):
-        load_checkpoint(saved, learner_of(model_folder, dtype, rank=2), sampler)
+        load_checkpoint(saved, learner_of(model_folder, rank=2), sampler)
 
 
 def test_the_seed_draws_the_adapters_and_nothing_else(model_folder: Path) -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dapo_runner.policy.model import Policy
-from dapo_runner.policy.weights import layer_of, stored_tensors
-from dapo_runner.rollout.engine import copy_weights, loadable_weights
+from dapo_runner.policy.weights import layer_of
+from dapo_runner.rollout.engine import loadable_weights
 from dapo_runner.run.tiny_model import make_tokenizer
 
 SPARSE = {"first_k_dense_replace": 0}
@@ -75,26 +75,6 @@ def test_an_engine_is_sent_what_a_checkpoint_holds(kind: str, tmp_path: Path) ->
     assert {name: tuple(x.shape) for name, x in sent.items()} == {name: tuple(x.shape) for name, x in saved.items()}
     for name, tensor in saved.items():
         assert torch.equal(sent[name].to(tensor.dtype), tensor), name
-
-
-def test_buffers_that_a_checkpoint_holds_reach_an_engine_too() -> None:
-    """The biases by which routers choose, which no gradient changes but a checkpoint may have."""
-    model, other = (small_experts("glm4_moe", **SPARSE) for _ in range(2))
-    for buffer in model.buffers():
-        buffer.add_(1.0)
-    copy_weights(other, Policy(model, make_tokenizer(), "sdpa").named_weights())
-    biases = [name for name, _ in stored_tensors(model) if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 2
-    for name in biases:
-        assert torch.equal(dict(stored_tensors(other))[name], dict(stored_tensors(model))[name])
-
-
-def test_tied_weights_are_sent_once() -> None:
-    model = small_experts(tie_word_embeddings=True)
-    names = [name for name, _ in stored_tensors(model)]
-    assert names == [name for name, _ in model.named_parameters()]
-    assert names[0] == "model.embed_tokens.weight"
-    assert "lm_head.weight" not in names
 
 
 def test_the_layer_of_a_tensor_is_the_outermost() -> None:
