@@ -12,7 +12,7 @@ from typing import Any
 import longhand
 import pytest
 import torch
-from builders import make_config, make_sequence, pack, random_sequences, save_model
+from builders import make_config, make_sequence, pack, random_sequences
 from learners import CPU, changed, learner_of, update, weights_of
 from refusals import refused
 
@@ -20,11 +20,10 @@ from dapo_runner.algorithms.correction import measure
 from dapo_runner.algorithms.learner import Learner, mean_of, step_metrics
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.weights import IN_FLIGHT, MasterWeights, learning_rate
-from dapo_runner.config import CorrectionConfig, ModelConfig, TinyModelConfig
+from dapo_runner.config import CorrectionConfig, ModelConfig
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.run.tiny_model import make_model
 
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
 
@@ -258,14 +257,6 @@ def test_a_reference_that_moves(model_folder: Path, dtype: str, offload: bool) -
     parameter = dict(learner.reference.model.named_parameters())[UP_PROJECTION]
     assert torch.equal(parameter, learner.moving.tensors[UP_PROJECTION].to(parameter.dtype))
     assert not torch.equal(expected, learner.master.tensors[UP_PROJECTION])
-
-
-def test_a_reference_of_another_shape_cannot_follow(policy: Policy, tmp_path: Path) -> None:
-    sizes = TinyModelConfig(layers=3, hidden_size=32, heads=2, intermediate_size=64)
-    other = save_model(make_model(sizes, policy.tokenizer, max_positions=256), policy.tokenizer, tmp_path)
-    config = make_config(loss={"overrides": {"kl_coef": 0.1}, "reference": "other", "reference_ema": 0.9})
-    with refused("loss.reference_ema"):
-        Learner(policy, config, load_policy(other, ModelConfig(path="x", dtype="float32"), CPU, role="reference"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -240,14 +240,18 @@ def test_no_logits_are_kept(name: str, model_folder: Path) -> None:
     assert [shape for shape in made if len(shape) > 1 and shape[-1] == vocab and shape[-2] != hidden] == []
 
 
-def test_models_that_a_loss_compares_share_a_vocabulary(model_folder: Path, policy: Policy) -> None:
-    other = load_policy(model_folder, ModelConfig(path="x", dtype="float32"), CPU, role="critic")
+def test_models_that_do_not_fit_the_policy_are_refused(model_folder: Path, teacher: Path, policy: Policy) -> None:
+    """By their vocabulary; by their size one that is to follow the policy."""
+    config = ModelConfig(path="x", dtype="float32")
+    other, wider = (load_policy(folder, config, CPU, role="critic") for folder in (model_folder, teacher))
     other.tokenizer.add_tokens(["@"])
+    moving = {"loss": {"overrides": {"kl_coef": 0.1}, "reference": "x", "reference_ema": 0.9}}
     gae = {"advantage": {"kind": "gae"}, "critic": {"path": "x"}}
     for key, sections, models in (
         ("distillation.teacher", {"distillation": {"teacher": "x"}}, {"reference": other}),
         ("loss.reference", {"loss": {"objective": "grpo"}}, {"reference": other}),
         ("critic.path", gae, {"critic_model": other}),
+        ("loss.reference_ema", moving, {"reference": wider}),
     ):
         with refused(key):
             Learner(policy, make_config(**sections), **models)

@@ -71,17 +71,6 @@ def test_every_training_token_is_on_one_rank_with_its_own_values(
     assert sorted(units) == [unit for unit in every if count_training_tokens([sequences[index] for index in unit])]
 
 
-@settings(max_examples=50)
-@given(lengths=st.dictionaries(st.integers(0, 200), st.integers(1, 50), max_size=60), budget=st.integers(50, 120))
-def test_bins_hold_everything_and_no_two_would_merge(lengths: dict[int, int], budget: int) -> None:
-    bins = assign_bins(lengths, budget)
-    assert sorted(index for bin_ in bins for index in bin_) == sorted(lengths)
-    fill = sorted(sum(lengths[index] for index in bin_) for bin_ in bins)
-    assert all(total <= budget for total in fill)
-    if len(fill) > 1:
-        assert fill[0] + fill[1] > budget
-
-
 @pytest.mark.parametrize(("median", "sigma"), [(500, 0.6), (1100, 1.0), (2000, 1.2)])
 def test_micro_batches_are_filled_while_responses_grow(median: int, sigma: float) -> None:
     """512 log-normal lengths, cut at the paper's 20480, with prompts of up to 300 tokens, into 22528 positions."""

@@ -149,20 +149,6 @@ def trainer(path: Path, replay: bool, **model: Any) -> Learner:
     return learner_of(path, model=model, **sections)
 
 
-@pytest.mark.parametrize("replay", [True, False])
-def test_before_an_update_every_ratio_is_one(tmp_path: Path, replay: bool) -> None:
-    """With one expert a token routers matter by their choice alone. Here they choose otherwise than before."""
-    path = save_model(small_experts(num_experts_per_tok=1, norm_topk_prob=True), make_tokenizer(), tmp_path)
-    learner = trainer(path, replay)
-    _, mini = learner.prepare(sharing_sequences())
-    with torch.no_grad():
-        for block in blocks_of(learner.policy.model):
-            block.gate.weight.neg_()
-    batch = mini.micro_batches[0]
-    drift = (learner.compute_loss(mini, batch).logprobs - batch.old_logprobs)[batch.mask].abs()
-    assert (float(drift.max()) == 0) == replay
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_after_an_update_tokens_keep_their_experts(folder: Path, checkpointing: bool) -> None:
     """In the pass and in its recomputation, over prefixes that sequences share; the routers send some elsewhere."""
@@ -187,7 +173,7 @@ def test_after_an_update_tokens_keep_their_experts(folder: Path, checkpointing: 
             assert [torch.equal(run, expected) for run in runs] == [True] * n_runs
             elsewhere += int((free_calls[layer][number * n_runs] != expected).any(1).sum())
             total += len(expected)
-    assert 0.01 * total < elsewhere < total
+    assert 0.01 * total < elsewhere < 0.5 * total
 
 
 def test_an_adapted_model_is_its_own_reference_with_its_own_routing(folder: Path) -> None:
