@@ -178,11 +178,8 @@ def test_on_a_shared_trunk_the_losses_add_up(model_folder: Path, budget: int) ->
     learner = learner_of(model_folder, **sections, optimizer={"token_budget": budget})
     sequences = [replace(sequence, age=0) for sequence in earning()]
     (mini,) = learner.prepare(sequences)
-    exact, advantages, returns = (
-        longhand.copy_of(learner.policy),
-        by_sequence([mini], "advantages"),
-        by_sequence([mini], "returns"),
-    )
+    exact = longhand.copy_of(learner.policy)
+    advantages, returns = by_sequence([mini], "advantages"), by_sequence([mini], "returns")
     policy, value = [], []
     for index, advantage in advantages.items():
         own, values = longhand.logprobs_of(exact, sequences[index]), longhand.values_of(exact, sequences[index])

@@ -204,6 +204,12 @@ def test_a_masked_position_has_no_value_loss_whatever_it_holds() -> None:
         assert torch.autograd.grad(found.loss, values)[0].tolist() == [1, 0]
 
 
+def test_rounding_is_no_clip_of_a_value() -> None:
+    values, returns, noise = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    found = value_loss(values, values + noise.clamp(-0.19, 0.19), returns, torch.ones(1000, dtype=torch.bool), 0.2)
+    assert found.clipped == 0
+
+
 def test_every_objective_of_the_table_updates(policy: Policy) -> None:
     """Their formulas are those of the tests of `dapo_kernels`."""
     for objective in OBJECTIVES:

@@ -15,7 +15,6 @@ from refusals import refused
 from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.cli import main
 from dapo_runner.config import Config, lay_over, parse_config
-from dapo_runner.parallel.world import Layout
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.needs import check_needs
 
@@ -23,21 +22,16 @@ ROOT = Path(__file__).parents[3]
 SMALL = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}, "reward": {"overlong": {"cache_length": 16}}}
 
 
-def test_needs_of_a_run(model_folder: Path) -> None:
-    """AdamW on the host has one process; a model whose routing is replayed has experts."""
-    with refused("optimizer.offload"):
-        check_needs(make_config(optimizer={"offload": True}), Layout(size=2, shard=2))
+def test_only_routing_of_experts_is_replayed(model_folder: Path) -> None:
     model, replay = {"path": str(model_folder), "tiny": None}, {"routing_replay": True}
     with refused("loss.routing_replay"):
         check_needs(make_config(model=model, loss=replay, optimizer={"mini_batch_size": 8}))
 
 
 def test_an_objective_that_there_is_not_is_refused() -> None:
-    for word, value in (("clip_hihg", 0.3), ("clip_high", -1)):
-        with refused(word):
-            resolve_objective(make_config(loss={"overrides": {word: value}}))
-    with refused("dapo2"):
-        resolve_objective(make_config(loss={"objective": "dapo2"}))
+    for key, loss in (("clip_high", {"overrides": {"clip_high": -1}}), ("dapo2", {"objective": "dapo2"})):
+        with refused(key):
+            resolve_objective(make_config(loss=loss))
 
 
 def matched(**sections: Any) -> Config:

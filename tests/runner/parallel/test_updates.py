@@ -140,7 +140,7 @@ def fill_adapters(learner: Learner) -> None:
 
 
 def prepare_shares(learner: Learner, sequences: list[Sequence]) -> list[MiniBatch]:
-    """A step whose sequences rank 0 has. Ranks receive what they train on, once, and nothing larger than flags."""
+    """A step whose sequences rank 0 has. Ranks receive what they train on, and nothing larger than flags."""
     world, gathered, all_gather = learner.world, list[int](), dist.all_gather_object
 
     def all_gather_object(items: list[Any], item: Any, **options: Any) -> None:
@@ -152,15 +152,6 @@ def prepare_shares(learner: Learner, sequences: list[Sequence]) -> list[MiniBatc
         patch.delattr(dist, "broadcast_object_list")
         minis = learner.prepare(sequences if world.is_main else [])
     assert max(gathered, default=0) < 1000
-    batches = [(mini.index, batch) for mini in minis for batch in mini.micro_batches]
-    own = [
-        (index, i)
-        for index, batch in batches
-        for i, group in zip(batch.sequence_ids.tolist(), batch.group_ids.tolist(), strict=True)
-        if group >= 0  # of padding −1
-    ]
-    trained = [item for share in world.gather_shares(own) for item in share]
-    assert len(trained) == len(set(trained)) == sum(bool(one.mask[1:].any()) for one in sequences)
     return minis
 
 

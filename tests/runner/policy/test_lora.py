@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +165,3 @@ def test_which_adapters_an_engine_takes_alone(lora: dict[str, Any], is_alone: bo
     config = make_config(model={"tiny": None, "path": "x", "lora": lora}, rollout={"engine": "vllm"})
     assert VLLMEngine.takes_adapters(config) == is_alone
     assert not HFEngine.takes_adapters(config)
-
-
-def test_peft_is_required(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused("model.lora"):
-        load(model_folder)

@@ -21,45 +21,26 @@ HEADS = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 LATENT = SPARSE | HEADS | {"kv_lora_rank": 16, "q_lora_rank": 24}
 INDEXED = LATENT | {"index_n_heads": 2, "index_head_dim": 16}
 # The mixtures of transformers 5.19 that vLLM 0.32 serves by a class of its own, with what they need beside small sizes.
+PLAIN = (
+    "cohere2_moe deepseek_v4 exaone_moe gpt_oss granitemoe granitemoe_swa granitemoeshared hy_v3 inkling_text laguna "
+    "llama4_text mimo_v2_flash minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next "
+    "qwen4_exp_text"
+)
 KINDS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in PLAIN.split()},
+    **{kind: LATENT for kind in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")},
     "afmoe": {"num_dense_layers": 1},
-    "axk1": LATENT,
-    "cohere2_moe": {},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
     "deepseek_v32": INDEXED,
-    "deepseek_v4": {},
     "ernie4_5_moe": {"moe_num_experts": 8},
-    "exaone_moe": {},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "vocab_size_per_layer_input": 32},
     "glm4_moe": SPARSE,
-    "glm4_moe_lite": LATENT,
     "glm_moe_dsa": INDEXED | {"mlp_layer_types": ["sparse", "sparse"]},
-    "gpt_oss": {},
-    "granitemoe": {},
-    "granitemoe_swa": {},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
-    "granitemoeshared": {},
-    "hy_v3": {},
     "hy_v4": {"index_n_heads": 2, "index_head_dim": 16},
-    "inkling_text": {},
     "jamba": {"expert_layer_offset": 0, "expert_layer_period": 1},
-    "kimi_linear": LATENT,
-    "laguna": {},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
-    "llama4_text": {},
     "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
-    "mimo_v2_flash": {},
-    "minimax_m2": {},
-    "mixtral": {},
     "nemotron_h": {"layers_block_type": ["moe", "attention"]},
-    "olmoe": {},
-    "phimoe": {},
-    "qwen2_moe": {},
-    "qwen3_5_moe_text": {},
-    "qwen3_moe": {},
-    "qwen3_next": {},
-    "qwen4_exp_text": {},
 }
 
 
