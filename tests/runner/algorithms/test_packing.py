@@ -19,14 +19,6 @@ from dapo_runner.types import Sequence, TruncatedSupport
 LENGTHS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)).filter(lambda pair: sum(pair) > 0), max_size=30)
 
 
-def sequences_of(lengths: list[tuple[int, int]]) -> list[Sequence]:
-    """Token ids are unique over all sequences, so that a token can be recognised wherever it lands."""
-    return [
-        make_sequence(n_prompt, n_response, group_id=index // 3, first_token=1000 * index)
-        for index, (n_prompt, n_response) in enumerate(lengths)
-    ]
-
-
 @settings(max_examples=80)
 @given(
     lengths=LENGTHS,
@@ -41,9 +33,12 @@ def test_every_training_token_is_on_one_rank_with_its_own_values(
 ) -> None:
     """As many micro-batches on every rank; neighbours stay together and ages apart; padding trains nothing."""
     budget *= together
-    sequences = sequences_of(lengths)[: len(lengths) // together * together]
-    ages = data.draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences)))
-    sequences = [replace(item, age=ages[index // together]) for index, item in enumerate(sequences)]
+    n = len(lengths) // together * together
+    ages = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    sequences = [
+        replace(make_sequence(*length, group_id=index // 3, first_token=1000 * index), age=ages[index // together])
+        for index, length in enumerate(lengths[:n])
+    ]
     shares = pack_shares(sequences, budget, ranks=ranks, multiple=multiple, together=together, first_id=7)
     assert len(shares) == ranks
     assert len({len(share) for share in shares}) == 1
@@ -71,13 +66,11 @@ def test_every_training_token_is_on_one_rank_with_its_own_values(
     assert sorted(units) == [unit for unit in every if count_training_tokens([sequences[index] for index in unit])]
 
 
-@pytest.mark.parametrize(("median", "sigma"), [(500, 0.6), (1100, 1.0), (2000, 1.2)])
-def test_micro_batches_are_filled_while_responses_grow(median: int, sigma: float) -> None:
+@pytest.mark.parametrize("median", [500, 2000])
+def test_micro_batches_are_filled_while_responses_grow(median: int) -> None:
     """512 log-normal lengths, cut at the paper's 20480, with prompts of up to 300 tokens, into 22528 positions."""
     rng = random.Random(1)
-    lengths = {
-        i: rng.randint(50, 300) + min(20480, 1 + int(rng.lognormvariate(math.log(median), sigma))) for i in range(512)
-    }
+    lengths = {i: rng.randint(50, 300) + min(20480, int(rng.lognormvariate(math.log(median), 1.0))) for i in range(512)}
     bins = assign_bins(lengths, 22528)
     assert len(bins) <= 1 + math.ceil(sum(lengths.values()) / 22528)  # of what nothing can do with fewer than
     full = bins if len(bins) > 20 else bins[:-1]  # of few, the last one holds what is left over

@@ -18,12 +18,10 @@ from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkp
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.policy.model import Policy, load_policy
-from dapo_runner.rollout.engine import copy_weights
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.types import PackedBatch
 
 WITH_HEAD = {"targets": ["q_proj", "lm_head"]}
 
@@ -42,18 +40,13 @@ def train(learner: Learner, steps: range) -> list[dict[str, float]]:
     return [learner.update(learner.prepare(random_sequences(8, seed=step))[0], step) for step in steps]
 
 
-def some_batch() -> PackedBatch:
-    (batch,) = pack(random_sequences(4), 256)
-    return batch
-
-
 @pytest.mark.parametrize("lora", [{}, WITH_HEAD], ids=["layers", "head"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_adapters_train_and_without_them_the_policy_is_its_reference(
-    model_folder: Path, tmp_path: Path, dtype: str, lora: dict[str, Any]
+    model_folder: Path, dtype: str, lora: dict[str, Any]
 ) -> None:
-    learner, batch = learner_of(model_folder, dtype, **lora), some_batch()
-    policy = learner.policy
+    learner = learner_of(model_folder, dtype, **lora)
+    policy, (batch,) = learner.policy, pack(random_sequences(4), 256)
     plain = Learner(load_policy(model_folder, ModelConfig(path="x", dtype=dtype), CPU), make_config())  # type: ignore[arg-type]
     before = plain.logprobs(batch)
     assert torch.equal(learner.logprobs(batch), before)  # at first they change nothing
@@ -75,21 +68,6 @@ def test_only_adapters_train_and_without_them_the_policy_is_its_reference(
     spelled = logits.log_softmax(-1).gather(-1, batch.target_ids[:, None])[:, 0]
     tolerance = 1e-5 if dtype == "float32" else 0.1
     torch.testing.assert_close(after[batch.mask], spelled[batch.mask], atol=tolerance, rtol=tolerance)
-
-    policy.model.save_pretrained(tmp_path, state_dict=dict(policy.named_weights()))
-    saved, engine = (
-        AutoModelForCausalLM.from_pretrained(p, dtype=getattr(torch, dtype)) for p in (tmp_path, model_folder)
-    )
-    copy_weights(engine, policy.named_weights())  # refuses unknown, missing and misshapen names
-    for (name, one), (other_name, other) in zip(saved.named_parameters(), engine.named_parameters(), strict=True):
-        assert name == other_name
-        assert torch.equal(one, other), name
-    sequence = random_sequences(1)[0]
-    (alone,) = pack([sequence], 64)
-    with torch.no_grad():
-        trained = policy.model.get_output_embeddings()(policy.hidden_states(alone))
-        merged = engine(input_ids=sequence.token_ids[None, :-1]).logits[0]
-    assert (trained - merged).abs().max() <= (1e-4 if dtype == "float32" else 0.06) * merged.abs().max()
 
 
 def test_merged_weights_are_rounded_once(model_folder: Path) -> None:

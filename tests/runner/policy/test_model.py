@@ -38,7 +38,7 @@ from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import PackedBatch, Sequence
+from dapo_runner.types import Sequence
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -92,10 +92,6 @@ def sequences_of(shared: bool) -> list[Sequence]:
     return made
 
 
-def by_sequence(batch: PackedBatch, hidden: Tensor) -> dict[int, Tensor]:
-    return dict(zip(batch.sequence_ids.tolist(), hidden.split(batch.lengths), strict=True))
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_hidden_states_are_those_of_each_sequence_alone(name: str, tmp_path: Path) -> None:
     """With transformers' own attention."""
@@ -107,7 +103,8 @@ def test_packed_hidden_states_are_those_of_each_sequence_alone(name: str, tmp_pa
         (batch,) = pack(sequences, token_budget=1024)
         assert (find_shared(batch.input_ids, batch.lengths) is not None) == shared
         with torch.no_grad():
-            for index, hidden in by_sequence(batch, policy.hidden_states(batch)).items():
+            parts = policy.hidden_states(batch).split(batch.lengths)
+            for index, hidden in zip(batch.sequence_ids.tolist(), parts, strict=True):
                 alone = plain(input_ids=sequences[index].token_ids[None, :-1]).last_hidden_state[0]
                 torch.testing.assert_close(hidden, alone, atol=3e-5, rtol=3e-5)
 
