@@ -151,21 +151,13 @@ def test_a_chain_is_cut_before_every_nth_cut_point(interval: int, threshold: flo
 
 
 def test_a_segment_of_a_chain_earns_the_difference_of_the_values_at_its_ends() -> None:
-    """Values ¼, ¾ and ½ at the starts; the last segment ends in the reward, −1 and a length penalty of −½."""
-    segments = chain_segments(make_sample(False, length=9, penalty=-0.5), [0, 4, 7], [0.25, 0.75, 0.5])
-    assert [(x.length, x.before, x.after, x.advantage) for x in segments] == [
-        (4, 0.25, 0.75, 0.5),
-        (3, 0.75, 0.5, -0.25),
-        (2, 0.5, -1.5, -2.0),
-    ]
-
-
-def test_only_cut_points_train_and_count() -> None:
-    sample = replace(make_sample(True), completion=response_of(0.95, 0.5, 0.89, 0.91, 0.1))
+    """The last one ends in the reward, 1 and a length penalty of −¼. With a mask only cut points train and count."""
+    sample = replace(make_sample(True, penalty=-0.25), completion=response_of(0.95, 0.5, 0.89, 0.91, 0.1))
     sample = replace(sample, segments=chain_segments(sample, [0, 2], [0.0, 0.5]))
+    assert [(x.before, x.after) for x in sample.segments] == [(0.0, 0.5), (0.5, 0.75)]
     (sequence,) = sequences_of(sample, kind="chain", mask=True, tokens=None)
     assert sequence.mask.tolist() == [False, False, False, True, True, False, True]
-    assert sequence.advantages.tolist() == [0, 0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert sequence.advantages.tolist() == [0, 0, 0.5, 0.5, 0.25, 0.25, 0.25]
     assert count_training_tokens([sequence]) == 3  # Z of the paper
     (unmasked,) = sequences_of(sample, kind="chain", tokens=None)
     assert unmasked.mask.tolist() == [False] * 2 + [True] * 5

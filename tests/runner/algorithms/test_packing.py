@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_runner.algorithms.packing import assign_bins, count_training_tokens, pack_shares
-from dapo_runner.types import Sequence, TruncatedSupport
+from dapo_runner.types import TruncatedSupport
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)).filter(lambda pair: sum(pair) > 0), max_size=30)
 
