@@ -78,6 +78,7 @@ def test_merged_weights_are_rounded_once(model_folder: Path) -> None:
     for layer in layers.values():
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
     merged = dict(adapted.named_weights())
+    assert merged.keys() == AutoModelForCausalLM.from_pretrained(model_folder).state_dict().keys()
     for name, layer in layers.items():
         a, b = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
         exact = layer.base_layer.weight.double() + 2.0 * b @ a  # alpha / rank
