@@ -340,11 +340,11 @@ def sample_tokens(
     tokens = torch.searchsorted(cdf, target, right=True)
     if sampling.temperature == 0:
         tokens = logprobs.argmax(dim=-1, keepdim=True)
-    if not sampling.sampling_mask:
-        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], [None] * len(tokens)
-    kept = probs > 0
-    logprobs = logprobs - logprobs.masked_fill(~kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
+    kept: Tensor | list[None] = [None] * len(tokens)
+    if sampling.sampling_mask:
+        kept = probs > 0
+        logprobs = logprobs - logprobs.masked_fill(~kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), kept
 
 
 def _truncate(probs: Tensor, sampling: SamplingParams) -> Tensor:

@@ -14,13 +14,12 @@ import torch
 from builders import make_config, make_group, make_prompt, make_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.errors import RunError
 from dapo_runner.logging.metrics import sampling_metrics
-from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingExhaustedError, prompts_for
+from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, prompts_for
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt, Sample, Segment
 
@@ -106,7 +105,9 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
         assert stats["rounds"] == len(engine.asked) - n_rounds <= max_rounds
         assert step.is_short == (len(step.groups) < wanted) == bool(sampler.buffer.notes(step))
         assert len(step.groups) <= wanted
-        assert len(step.groups) == wanted or not sampler.buffer.groups  # a step that is short gets everything
+        if step.is_short:
+            assert stats["rounds"] == max_rounds
+            assert not sampler.buffer.groups  # it gets everything
         assert stats["carried_out"] == len(sampler.buffer.groups)
         assert not stats["rounds"] or seen[-1] == (len(step.groups) + stats["carried_out"], stats["groups"])
     mixed = [group for group in engine.given if 0 < sum(sample.correct for sample in group.samples) < 4]
@@ -115,14 +116,6 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
     assert engine.rounds == list(range(len(engine.rounds)))
     cursor = fresh().cursor
     assert engine.asked == [[prompt.id for prompt in cursor.take(len(asked), 0)] for asked in engine.asked]
-
-
-def test_a_policy_that_always_fails_stops_at_the_limit() -> None:
-    engine, sampler = Engine(lambda i: "WWTW"), make_sampler(max_rounds=5)
-    with refused("sampler.on_exhausted", SamplingExhaustedError):
-        sampler.next(engine)
-    assert len(engine.asked) == 5
-    assert max(map(len, engine.asked)) <= prompts_for(4, 1 / 6)  # half of what is accepted at first
 
 
 @pytest.mark.parametrize(
@@ -137,7 +130,7 @@ def test_a_policy_that_always_fails_stops_at_the_limit() -> None:
 def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int, by_reward: int) -> None:
     each = (make_sample(reward >= 0.5, penalty=-index / 8) for index, reward in enumerate(rewards))
     samples = tuple(replace(sample, base_reward=reward) for sample, reward in zip(each, rewards, strict=True))
-    for filter_on, n_accepted in (("correctness", by_correctness), ("reward", by_reward)):
+    for filter_on, n_accepted in (("correctness", by_correctness), ("reward", by_reward), (False, 4)):
         sampler = make_sampler(filter_groups=filter_on, on_exhausted="train_partial", max_rounds=3)
         step = sampler.next(Engine(lambda i: samples))
         assert len(step.groups) == n_accepted
@@ -146,13 +139,6 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         shares = sampling_metrics(step.stats, "reward")
         assert shares["sampling/varying_reward_only"] == float(by_reward > by_correctness)
         assert shares["sampling/varying_reward"] == 1 - shares["sampling/equal_reward"] == float(by_reward > 0)
-
-
-def test_without_filter_every_group_trains() -> None:
-    engine, sampler = Engine(lambda i: "WWWW"), make_sampler(filter_groups=False)
-    step = sampler.next(engine)
-    assert ids(step.groups) == engine.asked[0]
-    assert step.stats["rounds"] == 1
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 2, 10])

@@ -44,8 +44,8 @@ class Drifting(RolloutEngine):
         return [[replace(one, logprobs=one.logprobs - self.gap) for one in group] for group in found]
 
 
-def drifting(policy: Policy, model: Path, **rollout: Any) -> tuple[SyncProbe, Drifting, Learner]:
-    config = make_config(model={"tiny": None, "path": str(model), "dtype": "bfloat16"}, rollout=rollout)
+def drifting(policy: Policy, model: Path) -> tuple[SyncProbe, Drifting, Learner]:
+    config = make_config(model={"tiny": None, "path": str(model), "dtype": "bfloat16"})
     return SyncProbe(PROMPTS, config), Drifting(policy, model), Learner(policy, config)
 
 
@@ -77,9 +77,3 @@ def test_which_gap_is_too_large(passes: list[float], fails: float, policy: Polic
     for one in (probe, resumed):
         with pytest.raises(OutOfSyncError, match=r"rollout\.probe:"):
             one(engine, learner)
-
-
-def test_a_probe_that_is_off_asks_nothing(policy: Policy, model_folder: Path) -> None:
-    probe, engine, learner = drifting(policy, model_folder, probe=False)
-    engine.gap = math.nan
-    assert probe(engine, learner) == {}
