@@ -85,7 +85,7 @@ ROOMS = {  # folder of the code → its tests; the longest folder that fits a fi
             "test_[rs]*",
             "test_cli",
             "test_tiny_model",
-            "*/test_server_settings",
+            "*/test_server_access",
             "*/test_config",
             "*/test_judge",
         )

@@ -28,12 +28,14 @@ def fleet(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Servers that compute nothing, and are tried again soon."""
     monkeypatch.setattr(pool, "REST", 0.01)
     servers = [FakeServer(model_folder, HashEngine) for _ in range(2)]
-    with Fleet(model_folder, servers, tmp_path) as fleet:
-        yield fleet
+    fleet = Fleet(model_folder, servers, tmp_path)
+    yield fleet
+    fleet.close()
 
 
 @pytest.fixture
 def model_fleet(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> Iterator[Fleet]:
     """Servers that sample from a small model."""
-    with Fleet(model_folder, servers, tmp_path) as fleet:
-        yield fleet
+    fleet = Fleet(model_folder, servers, tmp_path)
+    yield fleet
+    fleet.close()

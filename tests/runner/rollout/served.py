@@ -48,36 +48,6 @@ class HashEngine:
         return Completion(torch.tensor(tokens), torch.tensor(logprobs), "stop" if length == n else "length", "")
 
 
-def server_config(
-    model: Path,
-    servers: list[FakeServer],
-    folder: Path,
-    ahead: int = 0,
-    partial: bool = True,
-    dtype: str = "float32",
-    **server: Any,
-) -> Config:
-    return make_config(
-        model={"tiny": None, "path": str(model), "dtype": dtype},
-        rollout={
-            "engine": "server",
-            "server": {"urls": [server.url for server in servers], "folder": str(folder), **server},
-            "max_batch_sequences": 8,
-            "max_staleness": ahead,
-            "partial": partial,
-            "correction": {"weights": "token" if ahead else None},
-        },
-        evaluation={"k": 8},
-    )
-
-
-def open_engine(model: Path, servers: list[FakeServer], folder: Path, **settings: Any) -> ServerEngine:
-    config, notes = server_config(model, servers, folder, **settings), list[str]()
-    engine = ServerEngine(model, make_tokenizer(), config, note=notes.append)
-    engine.notes = notes
-    return engine
-
-
 class Fleet:
     """Servers, and engines and runs over them."""
 
@@ -86,10 +56,7 @@ class Fleet:
         self.over = threading.Event()  # the test is
         self.engines: list[ServerEngine] = []
 
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self.over.set()
         for engine in self.engines:
             engine.close()
@@ -99,10 +66,37 @@ class Fleet:
     def __getitem__(self, index: int) -> FakeServer:
         return self.servers[index]
 
-    def open(self, n: int = 2, folder: Path | None = None, **settings: Any) -> ServerEngine:
-        """Open an engine over the first ``n`` servers."""
-        self.engines.append(open_engine(self.model, self.servers[:n], folder or self.folder, **settings))
-        return self.engines[-1]
+    def rollout(self, n: int, ahead: int, folder: Path | None = None, **server: Any) -> dict[str, Any]:
+        """Return the settings of an engine over the first ``n`` servers, ``ahead`` steps asynchronous."""
+        urls = [server.url for server in self.servers[:n]]
+        return {
+            "engine": "server",
+            "server": {"urls": urls, "folder": str(folder or self.folder), **server},
+            "max_staleness": ahead,
+            "correction": {"weights": "token" if ahead else None},
+        }
+
+    def config(
+        self,
+        n: int = 2,
+        folder: Path | None = None,
+        ahead: int = 0,
+        partial: bool = True,
+        dtype: str = "float32",
+        **server: Any,
+    ) -> Config:
+        return make_config(
+            model={"tiny": None, "path": str(self.model), "dtype": dtype},
+            rollout=self.rollout(n, ahead, folder, **server) | {"max_batch_sequences": 8, "partial": partial},
+            evaluation={"k": 8},
+        )
+
+    def open(self, *over: Any, **settings: Any) -> ServerEngine:
+        notes = list[str]()
+        engine = ServerEngine(self.model, make_tokenizer(), self.config(*over, **settings), note=notes.append)
+        engine.notes = notes
+        self.engines.append(engine)
+        return engine
 
     def hook(self, hook: Hook, path: str = GENERATE) -> None:
         for server in self.servers:
@@ -117,13 +111,7 @@ class Fleet:
         raw = small_recipe(**{"output_dir": str(self.folder), "eval_every": 0} | run)
         raw["model"] = {"dtype": "float32", "path": str(self.model)}
         raw["sampler"] |= {"filter_groups": False} | ({"max_age": ahead} if ahead else {})
-        raw["rollout"] |= {
-            "max_response_tokens": 6,
-            "engine": "server",
-            "server": {"urls": [server.url for server in self.servers[:n]], "folder": str(self.folder)},
-            "max_staleness": ahead,
-            "correction": {"weights": "token" if ahead else None},
-        }
+        raw["rollout"] |= self.rollout(n, ahead) | {"max_response_tokens": 6}
         return raw
 
 

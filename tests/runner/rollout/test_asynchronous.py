@@ -12,7 +12,7 @@ from test_group_buffer import Engine, every_third, ids, make_sampler
 
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.asynchronous import AsynchronousSampler, SamplingStalledError
-from dapo_runner.rollout.group_buffer import GroupBuffer, SamplingExhaustedError
+from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingExhaustedError
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.types import Group, Prompt
 
@@ -54,6 +54,10 @@ def sample_ahead(engine: Rounds, lead: int = 2, n_rounds: int = 1, within: float
 
 def six_of_seven(i: int) -> str:
     return "RWRW" if i % 7 else "RRRR"
+
+
+def one_of_four(i: int) -> str:
+    return "RRRR" if i % 4 else "RWRW"
 
 
 def one_after_the_other(script: Callable[[int], str] = every_third) -> list[list[str]]:
@@ -154,25 +158,26 @@ def test_what_was_sampled_is_not_lost_and_rounds_in_flight_are_asked_again_in_th
 
 @pytest.mark.parametrize("broken", [3, 4])
 def test_what_stops_the_sampling_comes_after_the_steps_before_it(broken: int) -> None:
-    """What was accepted while a step waited in vain is not asked again."""
+    """What was accepted while a step waited in vain is not asked again. A step has several rounds."""
 
     def fail(number: int) -> None:
         if number == broken:
             raise SystemExit("a reward function has left")
 
-    engine, found = Rounds(before=fail), list[list[str]]()
+    engine, steps = Rounds(one_of_four, before=fail), list[SampledStep]()
     ahead = sample_ahead(engine)
     with pytest.raises(SystemExit):
-        found.extend(ids(ahead.next(engine).groups) for _ in range(STEPS))
+        steps.extend(ahead.next(engine) for _ in range(STEPS))
     ahead.close()
     state = ahead.state_dict()
-    assert state["steps"] == len(found)
-    again, resumed = Engine(every_third), make_sampler(max_age=9)
+    assert state["steps"] == len(steps)
+    again, resumed = Engine(one_of_four), make_sampler(max_age=9)
     resumed.load_state_dict(state)
-    found += [ids(resumed.next(again).groups) for _ in range(STEPS - len(found))]
-    assert found == one_after_the_other()
+    steps += [resumed.next(again) for _ in range(STEPS - len(steps))]
+    assert [ids(step.groups) for step in steps] == one_after_the_other(one_of_four)
     asked = [one for prompts in engine.asked + again.asked for one in prompts]
     assert asked == [prompt.id for prompt in make_sampler().cursor.take(len(asked), 0)]
+    assert sum(step.generated for step in steps) == len(asked) * steps[0].groups[0].n_generated
 
 
 def test_a_round_that_does_not_end_stalls_its_step() -> None:

@@ -296,13 +296,13 @@ def test_an_engine_that_fails_closes_environments_once() -> None:
 class Gated(talkers.Talker):
     """Waits in ``reset`` for two others, and keeps how many are there at most."""
 
-    gate, inside = threading.Barrier(3), list[int]()
+    gate, never, inside = threading.Barrier(3), threading.Event(), list[int]()
     most = 0
 
     def reset(self, row: Any) -> str | None:
         self.inside.append(1)
         Gated.most = max(self.most, len(self.inside))
-        RELEASE.wait(0.1 * (len(self.inside) == 3))  # in which a fourth would come
+        self.never.wait(0.1 * (len(self.inside) == 3))  # in which a fourth would come
         self.gate.wait(30)
         self.inside.pop()
         return super().reset(row)

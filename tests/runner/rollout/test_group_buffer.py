@@ -110,6 +110,7 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
             assert not sampler.buffer.groups  # it gets everything
         assert stats["carried_out"] == len(sampler.buffer.groups)
         assert not stats["rounds"] or seen[-1] == (len(step.groups) + stats["carried_out"], stats["groups"])
+    assert max(map(len, engine.asked)) <= prompts_for(wanted, acceptance / 2)  # however little is accepted
     mixed = [group for group in engine.given if 0 < sum(sample.correct for sample in group.samples) < 4]
     accepted = [group for step in taken for group in step.groups] + sampler.buffer.groups
     assert ids(accepted) == ids(mixed)

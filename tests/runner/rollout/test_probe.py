@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,26 @@ from served import PROMPTS
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import Policy, load_model
-from dapo_runner.rollout.engine import RolloutEngine
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.types import Completion, RolloutRequest
+from dapo_runner.types import Completion
 
 ROUNDING = 0.0016
 
 
-class Drifting(RolloutEngine):
+class Drifting(HFEngine):
     """An engine whose log-probs are off by ``gap``."""
 
-    def __init__(self, policy: Policy, path: Path) -> None:
-        model = load_model(path, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
-        self.engine = HFEngine(model, policy.tokenizer)
-        self.gap = 0.0
+    gap = 0.0
 
-    @classmethod
-    def load(cls, *_: Any) -> RolloutEngine:
-        raise NotImplementedError
-
-    def update_weights(self, _: Any) -> None:
-        pass
-
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-        found = self.engine.generate(requests)
-        return [[replace(one, logprobs=one.logprobs - self.gap) for one in group] for group in found]
+    def generate(self, *asked: Any) -> list[list[Completion]]:
+        return [[replace(one, logprobs=one.logprobs - self.gap) for one in group] for group in super().generate(*asked)]
 
 
-def drifting(policy: Policy, model: Path) -> tuple[SyncProbe, Drifting, Learner]:
-    config = make_config(model={"tiny": None, "path": str(model), "dtype": "bfloat16"})
-    return SyncProbe(PROMPTS, config), Drifting(policy, model), Learner(policy, config)
+def drifting(policy: Policy, path: Path) -> tuple[SyncProbe, Drifting, Learner]:
+    config = make_config(model={"tiny": None, "path": str(path), "dtype": "bfloat16"})
+    model = load_model(path, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
+    return SyncProbe(PROMPTS, config), Drifting(model, policy.tokenizer), Learner(policy, config)
 
 
 NORMAL = [0.003 * (0.5 + step % 3 / 2) for step in range(12)]

@@ -14,9 +14,9 @@ import torch
 from builders import file_size_limit, make_config
 from fake_nccl import MEET, UPDATE, SocketGroup, SocketTransfer, join
 from fake_server import UPDATE as FILE_UPDATE
-from fake_server import Answer, FakeServer
+from fake_server import FakeServer
 from refusals import refused
-from served import REQUESTS, Fleet, lost, moved, responses, server_config, wait_until
+from served import REQUESTS, Fleet, lost, moved, responses, wait_until
 from small import Dapo, write_recipe
 
 from dapo_runner.http import run
@@ -188,25 +188,6 @@ def test_a_server_that_takes_no_part_is_left_out(path: str, fleet: Fleet, policy
     assert fleet[0].version == engine.transfer.version
 
 
-@pytest.mark.usefixtures("by_nccl")
-def test_a_server_that_dies_half_way_meets_anew(fleet: Fleet, policy: Policy) -> None:
-    engine, back = open_nccl(fleet), threading.Event()
-
-    def die(body: dict[str, Any]) -> Answer:
-        restart(fleet[0])
-        join(fleet[0])
-        back.set()
-        return 503, {}
-
-    fleet[0].hooks[UPDATE] = die
-    engine.update_weights(moved(policy).items())
-    assert back.wait(120)
-    wanted = responses(engine.generate(FEW))
-    fleet[1].kill()
-    assert responses(engine.generate(FEW)) == wanted
-    assert fleet[0].seen(MEET) == 2
-
-
 @pytest.mark.parametrize(("broken", "shown"), [("join", "cuda error"), ("send", "cuda error"), ("end", "1 s")])
 def test_what_fails_on_the_trainers_side_ends_the_wait(
     broken: str, shown: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +217,7 @@ def test_rank_0_sends_and_the_others_wait_for_it(fleet: Fleet, policy: Policy) -
     """A server that is back is nobody's until it has been sent the weights. The others pause and change nothing."""
     engine = open_nccl(fleet, 1)
     engine.update_weights(policy.named_weights())
-    other = SocketTransfer(server_config(fleet.model, fleet.servers, fleet.folder), World(1, Layout(2)))
+    other = SocketTransfer(fleet.config(), World(1, Layout(2)))
     other._published = (engine.transfer.version, None)
     (address,) = engine.pool.servers
     assert run(other.send(address)) == engine.transfer.version
