@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from builders import make_config
 from fake_server import GENERATE, FakeServer, Hook
 from small import small_recipe
 
+from dapo_runner import threads
 from dapo_runner.config import Config
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import Server
@@ -124,15 +126,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     """Call in another thread. Return what waits for its result."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()))
-    thread.start()
-
-    def result() -> Any:
-        thread.join(120)
-        return found[0]
-
-    return result
+    return partial(threads.in_thread(call).result, 120)
 
 
 def is_trial(body: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,25 +111,19 @@ def test_ctrl_c_waits_for_no_server(path: str, fleet: Fleet, policy: Policy) -> 
     fleet.hook(fleet.hang, path)
     n_asked = fleet[0].seen(path)
 
-    interrupted = threading.Event()
-
-    def interrupt(*_: Any) -> None:
-        if not interrupted.is_set():
-            interrupted.set()
+    def interrupt_once_it_hangs(*_: Any) -> None:
+        if fleet[0].seen(path) > n_asked:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
-    def interrupt_once_it_hangs() -> None:
-        wait_until(lambda: fleet[0].seen(path) > n_asked)
-        while not interrupted.wait(0.1):  # a signal just before a wait does not end it
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    before = signal.signal(signal.SIGALRM, interrupt_once_it_hangs)
     try:
-        threading.Thread(target=interrupt_once_it_hangs).start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)  # again and again: a signal just before a wait does not end it
         with pytest.raises(KeyboardInterrupt):
             engine.generate(REQUESTS) if path == GENERATE else engine.update_weights(policy.named_weights())
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     assert not engine.calls
     fleet.over.set()
     engine.close()
@@ -139,18 +134,15 @@ def hold_halfway(servers: list[FakeServer]) -> tuple[threading.Barrier, threadin
     """Return where to meet the servers in the midst of their first answers, and what lets them go on."""
     half, go_on = threading.Barrier(3), threading.Event()
 
-    def hold(server: FakeServer) -> None:
+    for server in servers:
         first = iter([True])
 
-        def halfway() -> None:
+        def halfway(first: Iterator[bool] = first) -> None:
             if next(first, False):
                 half.wait(120)
             go_on.wait(120)
 
         server.halfway = halfway
-
-    for server in servers:
-        hold(server)
     return half, go_on
 
 

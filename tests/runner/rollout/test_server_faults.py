@@ -396,9 +396,7 @@ def test_servers_that_refuse_the_run_are_not_waited_for(fleet: Fleet, policy: Po
     wait_until(lambda: len(lost(engine)) == 2)
     fleet[1].start()
     assert found() == wanted
-    refused_one = engine.pool.servers[0]
-    wait_until(lambda: refused_one.rest >= 8 * pool.REST)  # it is tried less and less
-    assert sum(refused_one.url in note for note in engine.notes) == 1
+    wait_until(lambda: engine.pool.servers[0].rest >= 8 * pool.REST)  # it is tried less and less
 
 
 @pytest.mark.parametrize(("dtype", "excluded"), [("float32", 0), ("bfloat16", 1)])
