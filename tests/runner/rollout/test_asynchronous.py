@@ -65,34 +65,22 @@ def one_after_the_other(script: Callable[[int], str] = every_third) -> list[list
     return [ids(sampler.next(engine).groups) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("lead", [1, 3])
-def test_the_same_steps_in_the_same_order_and_as_early_as_they_may(lead: int) -> None:
-    engine, furthest = Rounds(), 0
-    ahead, steps = sample_ahead(engine, lead), list[list[str]]()
+@pytest.mark.parametrize(("lead", "n_rounds"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_the_same_steps_in_the_same_order_and_as_early_as_they_may(lead: int, n_rounds: int) -> None:
+    """Of two rounds in flight the second ends first, and waits for its turn."""
+    overtaken, furthest = list[bool](), 0
+    engine = Rounds(six_of_seven)
+    if n_rounds == 2:
+        engine.before = lambda number: number % 2 or overtaken.append(engine.answered[number + 1].wait(0.2))
+    ahead, steps = sample_ahead(engine, lead, n_rounds), list[list[str]]()
     for step in range(1, STEPS + 1):
         steps.append(ids(ahead.next(engine).groups))
         wait_until(lambda step=step: step <= STEPS // 2 or not ahead.in_flight)
         furthest = max(furthest, max(engine.begun) - step)
     ahead.close()
-    assert steps == one_after_the_other()
-    assert furthest == lead
-    assert engine.rounds == sorted(engine.rounds)
-
-
-@pytest.mark.parametrize("lead", [1, 3])
-def test_a_round_that_is_quicker_than_the_one_before_waits_for_its_turn(lead: int) -> None:
-    """Two rounds in flight, which are no further ahead than one."""
-    overtaken = list[bool]()
-    engine = Rounds(six_of_seven)
-    engine.before = lambda number: number % 2 or overtaken.append(engine.answered[number + 1].wait(0.2))
-    ahead, steps = sample_ahead(engine, lead, n_rounds=2), []
-    for step in range(1, STEPS + 1):
-        steps.append(ids(ahead.next(engine).groups))
-        assert max(engine.begun) <= step + lead
-    ahead.close()
     assert steps == one_after_the_other(six_of_seven)
-    assert sum(overtaken) >= 2
-    assert engine.rounds != sorted(engine.rounds)
+    assert furthest == lead
+    assert (engine.rounds == sorted(engine.rounds)) == (sum(overtaken) < 2) == (n_rounds == 1)
 
 
 def test_no_round_takes_the_prompts_of_a_step_that_may_not_be_sampled_yet() -> None:
