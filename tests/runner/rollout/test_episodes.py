@@ -399,7 +399,7 @@ def test_the_length_of_a_result_that_the_policy_asks_for_fails_no_episode(n: int
     assert one.truncated == (n <= MOST_CHARACTERS)
 
 
-def episode_of(token_ids: torch.Tensor, ends: Sequence[int], rewards: Sequence[float], penalty: float = 0.0) -> Sample:
+def episode_of(token_ids: torch.Tensor, ends: Sequence[int], rewards: Sequence[float]) -> Sample:
     """An episode whose turns, up to ``ends``, are the environment's and the policy's in alternation."""
     spans, n, paid = itertools.pairwise([0, *ends]), len(token_ids), iter(rewards)
     turns = [
@@ -409,23 +409,20 @@ def episode_of(token_ids: torch.Tensor, ends: Sequence[int], rewards: Sequence[f
     mask = torch.cat([torch.full((turn.end - turn.start,), turn.role == "assistant") for turn in turns])
     logprobs = torch.where(mask, -1.0 - 0.1 * torch.arange(n) % 0.7, torch.nan)
     completion = Completion(token_ids, logprobs, "stop", "", loss_mask=mask, turns=tuple(turns))
-    return replace(make_sample(True), completion=completion, base_reward=sum(rewards), length_penalty=penalty)
+    return replace(make_sample(True), completion=completion, base_reward=sum(rewards))
 
 
 @pytest.fixture
 def episodes() -> tuple[Group, list[torch.Tensor], list[torch.Tensor]]:
-    """Two episodes of three turns that begin alike, the tokens of their sequences, and their masks by hand."""
+    """Two episodes of three turns that begin alike, the tokens of their sequences, and their masks."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randint(3, 26, (n,), generator=generator) for n in (20, 17))
     second[:5] = first[:5]
     one = episode_of(first, (3, 7, 12, 14, 15, 20), (0.0, 0.0, 1.0))
     two = episode_of(second, (3, 8, 9, 13, 16, 17), (0.0, 0.0, -0.5))
     group = replace(make_group("RW"), samples=(one, two))
-    own = [[3, 4, 5, 6, 12, 13, 15, 16, 17, 18, 19], [3, 4, 5, 6, 7, 9, 10, 11, 12, 16]]
     prompt = torch.tensor(group.prompt.token_ids)
-    masks = [torch.zeros(len(prompt) + n - 1, dtype=torch.bool) for n in (20, 17)]
-    for mask, places in zip(masks, own, strict=True):
-        mask[torch.tensor(places) + len(prompt) - 1] = True
+    masks = [torch.cat([prompt[1:] < 0, sample.completion.loss_mask]) for sample in (one, two)]
     return group, [torch.cat([prompt, ids]) for ids in (first, second)], masks
 
 
