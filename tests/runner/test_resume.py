@@ -141,6 +141,22 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
     return [sample for step in saved for group in step.groups for sample in group["samples"]]
 
 
+def test_a_critic_is_trained_before_the_policy(whole: Callable[[str], Path]) -> None:
+    moving, shared = whole("moving_reference"), whole("ppo_shared")
+    for run in (moving, shared):
+        assert None not in [value for key in ("value_loss", "return") for value in steps_of(run, f"train/{key}")]
+        assert any(sample["advantage"] for sample in samples_of(run))
+    assert [loss is None for loss in steps_of(moving, "train/loss")] == [True, False, False]
+    assert None not in steps_of(shared, "train/loss")
+    assert steps_of(moving, "train/reward_kl")[-1] != 0
+
+
+def test_adapters_start_as_their_own_reference(whole: Callable[[str], Path]) -> None:
+    first, *_, last = steps_of(whole("lora_grpo"), "train/ref_kl")
+    assert first == pytest.approx(0.0, abs=1e-5)  # there is one update a step
+    assert last > 0
+
+
 @pytest.mark.parametrize(("kind", "figure"), [("spo_chain", "continuations"), ("spo_tree", "waiting")])
 def test_segments_add_up_to_their_response(kind: str, figure: str, whole: Callable[[str], Path]) -> None:
     folder = whole(kind)
