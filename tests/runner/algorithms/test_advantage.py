@@ -11,6 +11,7 @@ import torch
 from builders import make_group, make_prompt, make_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.packing import count_training_tokens
@@ -203,3 +204,16 @@ def test_figures_count_a_shared_segment_once() -> None:
     chains = tuple(replace(sample, segments=chain_segments(sample, [0, 4], values)) for values in ([0, 0.5], [0, 0]))
     assert segment_metrics([Group(make_prompt(), chains)]) == {"per_response": 2, "advantage": 0.5, "zero": 0.25}
     assert segment_metrics([]) == {}
+
+
+WRONG: list[Any] = [[0.0], [[0.0, 1.0], [0.0, 1.0]], [float("nan"), 0.0]]  # too few, of another length, not finite
+
+
+def wrong(groups: list[Group]) -> list[Any]:
+    return [WRONG[len(groups[0].prompt.id)] for _ in groups]
+
+
+def test_wrong_advantages_of_ones_own_are_refused() -> None:
+    for n in range(len(WRONG)):
+        with refused("advantage.kind"):
+            make_sequences([make_group("RW", n * "p")], AdvantageConfig(kind=f"{__name__}:wrong"))
