@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from builders import make_completion, make_config, make_prompt
 from refusals import refused
-from small import events_of, small_recipe
+from small import config_in, events_of
 
 from dapo_runner.checkpoint import find_checkpoints
-from dapo_runner.config import Config, parse_config
+from dapo_runner.config import Config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
@@ -99,15 +99,18 @@ def test_calls_overlap_and_their_results_stay_in_order(
     """Each waits for the others: one after another they would wait forever."""
     together, sleep = (calls, "await asyncio.sleep") if how == "async def" else (1, "time.sleep")
     body = f"""
-        begun = []
+        begun, ended, at_once = [], [], []
         {how} reward({arguments}):
             begun.append(1)
-            while len(begun) < {concurrency or together}: {sleep}(0.001)
+            at_once.append(len(begun) - len(ended))
+            while len(begun) < {concurrency or together}: {sleep}(0.02)
+            ended.append(1)
             return {RESULTS[arguments]}"""
     config = config_of(body, calls={"retries": 0, "concurrency": concurrency}, deadline=LIMIT)
     scorer = Scorer(config)
     assert rewards(scorer(*batch(5, 3))) == [[i * 10.0 + j for j in range(3)] for i in range(5)]
     assert len(module_of(config).begun) == calls
+    assert max(module_of(config).at_once) <= (concurrency or together)
     assert scorer.take_counts() == {"calls": calls, "retried": 0, "failed": 0}
     assert scorer.take_counts()["calls"] == 0
     assert scorer([], []) == []
@@ -317,32 +320,29 @@ def short(prompts, completions, rows):
 """
 
 
-def fragile_config(model: Path, folder: Path, name: str) -> Config:
-    recipe = small_recipe(output_dir=str(folder), name=name, steps=3, save_every=0, eval_every=2)
-    recipe["reward"] |= {"calls": {"retries": 0}}
-    recipe["reward"]["parts"] = [{"use": "dapo"}, {"use": "fragile:judge"}, {"use": "fragile:short", "weight": 0.5}]
-    recipe["model"] = {"path": str(model), "dtype": "float32"}
-    return parse_config(recipe)
-
-
 def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It used to lose every step since the last checkpoint; here there is none but the one that the failure makes."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "fragile.py").write_text(FRAGILE)
-    module = importlib.reload(importlib.import_module("fragile"))
+    module = importlib.import_module("fragile")
+    parts = [{"use": "dapo"}, {"use": "fragile:judge"}, {"use": "fragile:short", "weight": 0.5}]
     begins: list[int] = []
 
     class Watch(Progress):
         def step(self, *_: object) -> None:
             begins.append(module.calls + 1)
 
-    whole = train(fragile_config(model_folder, tmp_path, "whole"), Watch())
+    def config_named(name: str) -> Config:
+        run = {"name": name, "steps": 3, "save_every": 0}
+        return config_in(tmp_path, model_folder, run=run, reward={"calls": {"retries": 0}, "parts": parts})
+
+    whole = train(config_named("whole"), Watch())
     heldout = 10 * 2  # problems, samples of each; step 2 is evaluated before step 3 begins
     for number, saved in ((heldout + 2, []), (begins[1] + 3, [2]), (begins[1] + heldout + 1, [2])):
         module.calls, module.bomb = 0, number
-        config = fragile_config(model_folder, tmp_path, f"broken_{number}")
+        config = config_named(f"broken_{number}")
         with pytest.raises(RewardError) as caught:
             train(config, Progress())
         assert "fragile:judge" in str(caught.value)

@@ -47,22 +47,8 @@ ANSWERS = {
 }
 PIECES = [
     *("Answer: ", "answer is ", "#### ", r"\boxed{", "}", "{", "$", r"\$", "\n", " ", "B", "(B)", "1,2,3", "a = b = "),
-    *(
-        "```python\n",
-        "```json\n",
-        "```sh a\r\n",
-        "```",
-        "```\n",
-        "null",
-        "[]",
-        "NaN",
-        "Infinity",
-        "1e999",
-        "-1E400",
-        "1/0",
-        "0/0",
-        "10^10^10",
-    ),
+    *("```python\n", "```json\n", "```sh a\r\n", "```", "```\n", "null", "[]", "NaN", "Infinity", "1e999", "-1E400"),
+    *("1/0", "0/0", "10^10^10"),
     *("9" * 400, "9" * 5000, "0." + "0" * 400 + "1", "²", "٣", "\ud800", "\udfff\ud800", "\0", "\x1b[2J", "\u202e"),
     *("ﷺ" * 99, "İ" * 99, "e\u0301", "−", "–", "(" * 3000, "[" * 3000, "-" * 3000, "x" * 3000, '{"a":' * 3000),
     *(r"\frac{" * 500, r"\sqrt" * 500),
@@ -132,27 +118,17 @@ def judge(rule: str, text: str, sections: dict[str, dict[str, Any]], answer: str
 @pytest.mark.parametrize("rule", [*RULES, "votes"])
 def test_no_answer_ends_a_run(rule: str, sections: dict[str, dict[str, Any]]) -> None:
     @settings(max_examples=EXAMPLES.get(rule, 80), suppress_health_check=BOUNDS, derandomize=True, database=None)
-    @given(TEXTS | JSON)
-    @example("")
-    @example('{"price": 1e999}')
-    @example('{"price": ' + "7" * 400 + "}")
-    @example('{"name": "\\ud800"}')
-    def check(text: str) -> None:
-        verdict = judge(rule, text, sections)
+    @given(TEXTS | JSON, st.sampled_from(["7", "", " ", ".", "\n", "-"]) | st.text(max_size=20))
+    @example("", "")
+    @example('{"price": 1e999}', "7")
+    @example('{"price": ' + "7" * 400 + "}", "7")
+    @example('{"name": "\\ud800"}', "7")
+    def check(text: str, answer: str) -> None:
+        verdict = judge(rule, text, sections, answer)
+        assert rule not in STRINGS or verdict.extracted is not None or not verdict.correct
         if rule == "json" and verdict.extracted is not None:
             verdict.extracted.encode()
         json.dumps([verdict.correct, verdict.extracted, verdict.rule, verdict.value], allow_nan=False)
-
-    check()
-
-
-@pytest.mark.parametrize("rule", STRINGS)
-def test_nothing_is_correct_without_an_answer(rule: str) -> None:
-    @given(TEXTS, st.sampled_from(["", " ", ".", "\n", "-"]) | st.text(max_size=20))
-    @settings(max_examples=50, database=None)
-    def check(text: str, answer: str) -> None:
-        verdict = judge(rule, text, {}, answer)
-        assert verdict.extracted is not None or not verdict.correct
 
     check()
 

@@ -7,10 +7,8 @@ import json
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -94,18 +92,15 @@ PROGRAMS = [
     (f"```bash\nls\n```\nNow\n```Python3\r\n{HONEST}\n```\nprints\n```\n3\n```\nor\n```c++ -O\n4\n```", TESTS, True),
     ("def f(x: return", TESTS, False),
     (f"{DATACLASS}\ndef f(x): return x + A().x", TESTS, True),
-    ("import numpy as np\ndef f(x): return int(np.array([x, 1]).sum())", TESTS, True),
     (f"{THREAD}\ndef f(x): return x + r[0]", TESTS, True),
     (f"print('x' * 10**6)\n{HONEST}", TESTS, True),
     (HONEST, "assert f(1) == 2\nassert f(5) == 6", True),
-    ("import sys", "{x for x in [f(1)]} == {2}", False),
     ("a, b = map(int, input().split())\nprint(a + b)", SUMS, True),
     ("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')\nsys.exit(0)", SUMS, True),
     ("if __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))", SUMS, True),
     ("import sys\nif 'rewards' not in sys.path[0]: print(sum(map(int, open(0).read().split())))", SUMS, True),
     ("print(3)", SUMS, False),
     ("print(3); 1 / 0", SUMS, False),
-    ("", SUMS, False),
 ]
 
 
@@ -119,13 +114,11 @@ def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> 
 @pytest.mark.parametrize(
     "tests",
     [
-        *(
-            "",
-            "[]",
-            '{"inputs": [], "outputs": []}',
-            '{"inputs": [1], "outputs": []}',
-            '{"inputs": null, "outputs": [1]}',
-        ),
+        "",
+        "[]",
+        '{"inputs": [], "outputs": []}',
+        '{"inputs": [1], "outputs": []}',
+        '{"inputs": null, "outputs": [1]}',
         '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}',
     ],
 )
@@ -158,14 +151,6 @@ def call(*arguments):
     if result < 0 and ctypes.get_errno() in (1, 38):  # refused as such, and not for what it was given
         raise OSError(ctypes.get_errno(), arguments[0])
 """
-OWNED = """
-import fcntl, os
-r, w = os.pipe()
-fcntl.fcntl(r, {own}, {target})
-fcntl.fcntl(r, 10, 9)  # F_SETSIG
-fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-os.write(w, b'x')
-"""
 ENVIRONMENTS = """
 import glob
 def read(path):
@@ -174,17 +159,14 @@ def read(path):
 assert any(b's3cret' in read(path) for path in glob.glob('/proc/[0-9]*/environ'))
 """
 ATTACKS = {
-    "F_SETOWN of a process": OWNED.format(own=8, target="{pid}"),
-    "F_SETOWN of a group": OWNED.format(own=8, target="-{pid}"),
-    "F_SETOWN_EX": OWNED.format(own=15, target="__import__('struct').pack('ii', 1, {pid})"),
-    "F_SETOWN alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, os.getpid())",
-    "F_SETSIG alone": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
+    "F_SETOWN_EX": "import fcntl, os, struct\nfcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, os.getpid()))",
+    "F_SETOWN": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, os.getpid())",
+    "F_SETSIG": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
     "O_ASYNC": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
     "O_ASYNC of a file": "import os\nos.open('/usr/bin/env', os.O_RDONLY | os.O_ASYNC)",
     "a command with high bits": CALL + "r, w = os.pipe()\ncall(72, r, 8 | 1 << 40, {pid})",
     "a lease": "import fcntl\nfcntl.fcntl(open('/usr/bin/env'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "F_NOTIFY": "import fcntl, os\nfcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)",
-    "kill": "import os\nos.kill({pid}, 9)",
     "abort of another": CALL + "call(234, {pid}, {pid}, 6)",
     "limits of another": "import resource\nresource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))",
     "environment": "assert b's3cret' in open('/proc/{pid}/environ', 'rb').read()",
@@ -245,22 +227,17 @@ for name, text in {attacks!r}.items():
         accepted.append(name)
     except BaseException: pass
     for fd in set(filter(is_open, range(64))) - own: os.close(fd)
+print(accepted)
 """
 
 
-@pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the same user, in a group of its own, which holds a key."""
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, "KEY": "s3cret"}, start_new_session=True) as process:
-        yield process
-        process.kill()
-
-
 def test_no_attack_succeeds(
-    judge: CodeRule, victim: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    judge: CodeRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """One program tries all but those that end it."""
+    """One program tries all but those that end it, also on a process of the same user which holds a key."""
     monkeypatch.setenv("KEY", "s3cret")
+    victim = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    request.addfinalizer(victim.kill)
     key = tmp_path / "key"
     key.write_text("s3cret")
     before = key.stat()
@@ -270,7 +247,8 @@ def test_no_attack_succeeds(
         {name: text.format(**values) for name, text in table.items() if is_known or "call(" not in text}
         for table in (ATTACKS, ENDING)
     )
-    assert accepted_of(judge, TOGETHER.format(attacks=attacks), list(attacks)) == []
+    accepted, _ = judge._run(program=TOGETHER.format(attacks=attacks), token="")
+    assert accepted == "[]\n"
     verdicts = judge.judge_texts([f"{text}\n{HONEST}" for text in ending.values()], [TESTS] * len(ending))
     assert {verdict.rule for verdict in verdicts} <= {"code", "crash"}
     assert [name for name, verdict in zip(ending, verdicts, strict=True) if verdict.correct] == []
@@ -279,15 +257,6 @@ def test_no_attack_succeeds(
     assert (key.read_text(), after.st_mode, after.st_mtime_ns) == ("s3cret", before.st_mode, before.st_mtime_ns)
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
     assert not Path("/tmp/dapo-attack").exists()
-
-
-def accepted_of(judge: CodeRule, together: str, names: list[str]) -> list[str]:
-    """Return the attacks of these that succeeded, all of them if the program did not get that far."""
-    (verdict,) = judge.judge_texts([together], [f"assert not set(accepted) & set({names})"])
-    if verdict == CORRECT or len(names) == 1:
-        return [] if verdict == CORRECT else names
-    middle = len(names) // 2
-    return [*accepted_of(judge, together, names[:middle]), *accepted_of(judge, together, names[middle:])]
 
 
 HARMLESS = """
@@ -395,23 +364,6 @@ def confined_sessions(run: int) -> list[int]:
     """The children of a process in whose session a program has started: its system calls are filtered by then."""
     children = [int(status.partition("\nPid:")[2].split()[0]) for status in processes_with("PPid", run)]
     return [child for child in children if any("Seccomp:\t2" in status for status in processes_with("NSsid", child))]
-
-
-def test_ctrl_c_does_not_wait_for_a_program(started: list[int]) -> None:
-    main, before = threading.main_thread().ident, signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def press() -> None:
-        wait_until(lambda: started != [])
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        CodeRule(2, 60.0, 512).judge_texts(["import time\ntime.sleep(600)"] * 4, [TESTS] * 4)
-    signal.signal(signal.SIGINT, before)
-    thread.join()
-    for session in started:
-        os.killpg(session, signal.SIGKILL)
 
 
 PROGRAM = Path(workers.__file__).with_name("code_worker.py").read_text()
