@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import random
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from builders import make_config, snippets_of, write_rows
 from refusals import refused
-from small import Dapo, events_of
+from small import Dapo, events_of, recipe_in
 
 from dapo_runner.config import EnvironmentConfig
 from dapo_runner.environments.adapters import TextArena
@@ -56,17 +55,8 @@ def train(dapo: Dapo, folder: Path, recipe: dict[str, Any]) -> dict[str, float]:
 
 
 def train_with(dapo: Dapo, folder: Path, model: Path, settings: str) -> dict[str, float]:
-    shutil.copytree(model, folder / "model")
-    recipe: dict[str, Any] = {
-        "run": {"eval_every": 0},
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"format": "arithmetic", "template": "plain"},
-        "rollout": {"group_size": 4, "max_prompt_tokens": 200, "max_response_tokens": 40},
-        "sampler": {"on_exhausted": "train_partial"},
-        "reward": {"overlong": {"soft_punishment": False}},
-        "optimizer": {"warmup_steps": 0, "mini_batch_size": 8, "token_budget": 512},
-        "evaluation": {"k": 1},
-    }
+    room = {"rollout": {"group_size": 4, "max_prompt_tokens": 200, "max_response_tokens": 40}}
+    recipe = recipe_in(folder / "runs", model, **room, optimizer={"mini_batch_size": 8, "token_budget": 512})
     for section, values in yaml.safe_load(SNIPPETS[settings]).items():
         recipe[section] = {**recipe.get(section, {}), **values}
     if "path" in recipe["data"]:
@@ -86,8 +76,11 @@ def test_a_tool(folder: Path, model_folder: Path, dapo: Dapo) -> None:
     assert step["env/failed"] == 0
     config = EnvironmentConfig(**yaml.safe_load(SNIPPETS["tool: settings"])["env"])
     environment = make_environment(config)()
+    assert environment.reset({"answer": "12"}) is None
     (call,) = re.findall(r"`(<tool_call>.+?)`", PAGE)
     assert [message.content for message in environment.step(call)[0]] == ["12"]
+    assert environment.step("12") == ((), None, True)
+    assert environment.get_reward() is None  # but `reward.kind` has one
 
 
 def test_a_game(folder: Path, model_folder: Path, dapo: Dapo) -> None:
