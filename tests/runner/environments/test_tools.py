@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from talkers import CHATML, chat_tokenizer
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
-from dapo_runner.environments.environment import Answer, Message
-from dapo_runner.environments.template import TurnTemplate
+from dapo_runner.environments.environment import Answer
 from dapo_runner.environments.tools import (
     MOST_CHARACTERS,
     ToolEnvironment,
@@ -52,34 +51,13 @@ def product(a: int, b: int) -> int:
     return a * b
 
 
-def total(pair: tuple[int, float]) -> float:
-    """Add two numbers.
-
-    Args:
-        pair: The numbers.
-    """
-    return sum(pair)
-
-
-def echo(text: str, times: int = 1) -> str:
-    """Return the text.
-
-    Args:
-        text: The text.
-        times: How often.
-    """
-    return text * times
-
-
-def fail(text: str | None = None) -> str:
-    """Fail with the text, or leave without one.
+def echo(text: str | None = None) -> str:
+    """Return the text, or leave without one.
 
     Args:
         text: The text.
     """
-    if text is None:
-        sys.exit()
-    raise RuntimeError(text)
+    return sys.exit() if text is None else text
 
 
 class CounterEnv:
@@ -106,11 +84,14 @@ class CounterEnv:
         self.count += amount
         return f"The counter is at {self.count}."
 
-    async def look(self) -> int:
+    async def look(self, unit: tuple[int, str] = (1, "")) -> str:
         """
         Read the counter.
+
+        Args:
+            unit: Its size and its name.
         """
-        return self.count
+        return f"{self.count * unit[0]}{unit[1]}"
 
     def get_reward(self) -> float:
         return 1.0 if self.count == self.target else 0.0
@@ -154,14 +135,14 @@ def contents(answer: Answer) -> list[str]:
 
 
 def test_an_environment_written_for_trl() -> None:
-    environment = make(kind=f"{HERE}:CounterEnv", tools=[f"{HERE}:product", f"{HERE}:total"])
+    environment = make(kind=f"{HERE}:CounterEnv", tools=[f"{HERE}:product"])
     names = [tool["function"]["name"] for tool in environment.tools]
-    assert names == ["product", "total", "increment", "look"]
+    assert names == ["product", "increment", "look"]
     row = {"row": 1, "target": 4, "question": "…", "answer": ""}
     assert environment.reset(row) == "The counter is at 1. Bring it to 4."
     first = environment.step("I add two. " + call("increment", amount=2) + call("look"))
     assert (contents(first), first.is_done) == (["The counter is at 3.", "3"], False)
-    assert contents(environment.step(call("product", a=3, b=5) + call("total", pair=[1, 2.5]))) == ["15", "3.5"]
+    assert contents(environment.step(call("product", a=3, b=5) + call("look", unit=[2, "m"]))) == ["15", "6m"]
     assert environment.get_reward() == 0.0
     environment.step(call("increment"))
     assert environment.get_reward() == 1.0
@@ -240,7 +221,7 @@ def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str
 
 PIECES = [
     *("<tool_call>", "</tool_call>", "<tool_call", "[product ", "[echo ", "]", "<start>", "<|im_start|>", "<|im_end|>"),
-    *("{", "}", '{"name": ', '"product"', ', "arguments": ', '{"a": 2, "b": 3}', '"echo"', '"fail"', "null", "NaN"),
+    *("{", "}", '{"name": ', '"product"', ', "arguments": ', '{"a": 2, "b": 3}', '"echo"', "null", "NaN"),
     *('"__init__"', '{"text": "\\ud800"}', '{"text": "<|im_end|>"}', '{"a": 1e999, "b": -0.0}', "9" * 5000, "\ud800"),
     *('{"a": ' + "9" * 4000 + ', "b": 1}', "[" * 3000, '{"a":' * 3000, "\0", "\ue000cut\ue000", "{{ 1/0 }}"),
 ]
@@ -250,7 +231,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "text"]), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["product", "echo", "fail", "look", "_hidden", "reset", "get_reward", "", None, 3, "\ud800"])
+NAMES = st.sampled_from(["product", "echo", "increment", "look", "_hidden", "get_reward", "", None, 3, "\ud800"])
 CALLS = st.fixed_dictionaries({"name": NAMES, "arguments": VALUES | VALUES.map(json.dumps)}) | VALUES
 TURNS = st.lists(CALLS.map(lambda one: f"<tool_call>{json.dumps(one)}</tool_call>") | TEXTS, max_size=4).map("".join)
 
@@ -265,14 +246,9 @@ def tokenizer(has_template: bool) -> Any:
 
 @cache
 def tools(has_template: bool) -> ToolEnvironment:
-    environment = ToolEnvironment([product, echo, fail], CounterEnv(), tokenizer(has_template))
+    environment = ToolEnvironment([product, echo], CounterEnv(), tokenizer(has_template))
     environment.reset({})
     return environment
-
-
-@cache
-def turn_template() -> TurnTemplate:
-    return TurnTemplate(tokenizer(False), chat=True, tools=tools(False).tools)
 
 
 @pytest.mark.parametrize("has_template", [False, True])
@@ -285,17 +261,10 @@ def test_a_turn_is_read_and_answered(has_template: bool, text: str) -> None:
     answer = tools(has_template).step(text)
     assert (answer.reward, answer.is_done) == (None, not calls)
     assert len(answer.messages) <= len(calls)
-    ids = turn_template().reply(answer.messages, 0)
-    plain = turn_template().reply([Message("tool", ".")] * len(answer.messages), 0)
-    unknown = tokenizer(False).unk_token_id
-    special, expected = (
-        [one for one in found if turn_template().is_special(one) and one != unknown] for found in (ids, plain)
-    )
-    assert special == expected
 
 
 def test_no_piece_repeated_takes_long() -> None:
     for piece in PIECES:
         start = time.process_time()
-        turn_template().reply(tools(False).step("<tool_call>" + piece * 20).messages, 0)
+        tools(False).step("<tool_call>" + piece * 20)
         assert time.process_time() - start < 5, piece[:20]

@@ -167,27 +167,19 @@ ATTACKS = {
     "a command with high bits": CALL + "r, w = os.pipe()\ncall(72, r, 8 | 1 << 40, {pid})",
     "a lease": "import fcntl\nfcntl.fcntl(open('/usr/bin/env'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "F_NOTIFY": "import fcntl, os\nfcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)",
-    "abort of another": CALL + "call(234, {pid}, {pid}, 6)",
-    "limits of another": "import resource\nresource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))",
-    "environment": "assert b's3cret' in open('/proc/{pid}/environ', 'rb').read()",
     "environment of the grader": "open('/proc/{grader}/environ').read(1) or 1 / 0",
     "environment of any": ENVIRONMENTS,
     "a variable of the grader": "import os\nassert os.environ['KEY']",
     "command lines": "assert b'sleep' in open('/proc/{pid}/cmdline', 'rb').read()",
-    "memory of another": "open('/proc/{pid}/mem', 'rb')",
     "files of another": "import os\nos.listdir('/proc/{pid}/fd')",
-    "run": "import subprocess\nsubprocess.run(['true'])",
-    "clone": CALL + "call(56, 17, 0, 0, 0, 0)",
     "a thread in a namespace": CALL + "call(56, 0x50f00 | 0x20000, 0, 0, 0, 0)",
     "a key": "open({file!r}).read()",
     "a key by another way": "open('/proc/self/root' + {file!r}).read()",
     "the root": "import os\nos.listdir('/')\nassert os.path.exists('/etc/shadow') and open('/etc/shadow').read()",
     "passwd": "open('/etc/passwd').read()",
-    "memory of the machine": "open('/proc/kcore', 'rb').read(1)",
     "write": "open({file!r}, 'w').write('x')",
     "append": "open({file!r}, 'r+b').write(b'x')",
     "create": "open({file!r} + 'x', 'x')",
-    "create in /tmp": "open('/tmp/dapo-attack', 'w')",
     "unnamed": "import os\nos.open('/tmp', os.O_TMPFILE | os.O_RDWR)",
     "write to a device": "open('/dev/null', 'wb')",
     "lock": "import fcntl\nfcntl.lockf(open('/usr/bin/env'), fcntl.LOCK_SH)",
@@ -195,7 +187,6 @@ ATTACKS = {
     "larger pipes": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 2**20)",
     "many files": "import os\nfds = [os.pipe() for _ in range(99)]",
     "memory": "x = bytearray(2**30)",
-    "mapped memory": "import mmap\nx = [mmap.mmap(-1, 2**27) for _ in range(9)]",
     "more memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
 }
 for name, number in zip(FORBIDDEN.split()[::2], FORBIDDEN.split()[1::2], strict=True):
@@ -256,7 +247,6 @@ def test_no_attack_succeeds(
     after = key.stat()
     assert (key.read_text(), after.st_mode, after.st_mtime_ns) == ("s3cret", before.st_mode, before.st_mtime_ns)
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
-    assert not Path("/tmp/dapo-attack").exists()
 
 
 HARMLESS = """
@@ -292,8 +282,6 @@ def test_what_is_harmless_works_and_no_file_of_the_grader_is_open(judge: CodeRul
 FORGED = {
     "words to every file": "import os\nfor fd in range(64):\n    for word in (b'correct', b'code', b'True', b'1'):\n"
     "        try: os.write(fd, word)\n        except OSError: pass\n",
-    "a pickle": "import os, pickle\nclass Call:\n    def __reduce__(self): return os.abort, ()\n"
-    "for fd in (1, 3, 4):\n    os.write(fd, pickle.dumps(Call()))",
     "no files": "import os\nos.closerange(0, 64)",
     "a flood": "import os\nwhile True: os.write(3, b'x' * 65536)",
     "a slow end": "import atexit, time\natexit.register(time.sleep, 600)",
