@@ -87,7 +87,7 @@ def test_a_verdict_has_plain_values_whatever_is_returned(config_of: MakeConfig, 
 
 RESULTS = {  # of a function of a prompt's responses, and of one of a response
     "prompts, completions, rows": "[row['number'] * 10.0 + int(c.text) for c, row in zip(completions, rows)]",
-    "prompt, completion": "prompt.row['number'] * 10.0 + int(completion.text)",
+    "prompt, completion, unit=10.0": "prompt.row['number'] * unit + int(completion.text)",
 }
 
 
@@ -103,7 +103,8 @@ def test_calls_overlap_and_their_results_stay_in_order(
         {how} reward({arguments}):
             begun.append(1)
             at_once.append(len(begun) - len(ended))
-            while len(begun) < {concurrency or together}: {sleep}(0.02)
+            {sleep}(0.02)  # in which others would come
+            while len(begun) < {concurrency or together}: {sleep}(0.001)
             ended.append(1)
             return {RESULTS[arguments]}"""
     config = config_of(body, calls={"retries": 0, "concurrency": concurrency}, deadline=LIMIT)

@@ -55,23 +55,18 @@ READ = [  # rule, response, what it extracts, where
     ("dapo", "Answer: 12.", "12.", "answer-line"),
     ("dapo", "The result is 12", None, "none"),
     ("gsm8k", "Answer: 3\n#### 18", "18", "hash-line"),
-    ("gsm8k", "#### 1,234,567.0 apples", "1234567", "hash-line"),
     ("gsm8k", "#### 1 / 2", "1/2", "hash-line"),
     ("gsm8k", "Answer: –.5", "-0.5", "answer-line"),
     ("gsm8k", "#### 5 + 5 = 10", "10", "hash-line"),
-    ("gsm8k", "#### Step 1: 2 + 2 = 4\nAnswer: 18", "18", "answer-line"),
     ("gsm8k", "**Answer**: 5", "5", "answer-line"),
     ("gsm8k", "#### 60% = 0.6", "60", "hash-line"),
     ("gsm8k", "Answer: 18 (18/2 = 9)", "18", "answer-line"),
-    ("gsm8k", "Answer: x = 5, y = 3", "5", "answer-line"),
     ("gsm8k", "Answer: 3 x $4 = $12.50 each.", "12.5", "answer-line"),
     ("gsm8k", "18", None, "none"),
     ("integer", "it is 10-3", "3", "last-integer"),
-    ("integer", "it is $10 − $3", "3", "last-integer"),
     ("integer", "pages 3–5", "5", "last-integer"),
     ("integer", "10 -3", "-3", "last-integer"),
     ("integer", "7 or 1/2", "7", "last-integer"),
-    ("integer", "1,2,3,4", None, "none"),
     ("integer", "1234,567", None, "none"),
     ("integer", "3.5", None, "none"),
     ("choice", "Answer: A\nNo.\nAnswer: (B)", "B", "answer-line"),
@@ -118,7 +113,6 @@ def test_only_the_end_of_a_response_is_read(kind: str, head: str, width: int) ->
     ("kind", "text", "answer"),
     [
         ("dapo", "Answer: 336", r"336^\circ"),
-        ("gsm8k", "#### 18.50", "$18.5"),
         ("choice", "Answer: B", "B. Paris"),
         ("exact", "Ｇrüße", "grüSSe"),
     ],
@@ -150,14 +144,7 @@ def test_no_sign_is_lost(written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "beginning"),
-    [
-        ("1 1/2", "1"),
-        ("1,2,3,4", "1234"),
-        ("1234,567", "1234567"),
-        ("1.2.3", "1.2"),
-        ("1e3", "1"),
-    ],
+    ("written", "beginning"), [("1 1/2", "1"), ("1,2,3,4", "1234"), ("1234,567", "1234567"), ("1e3", "1")]
 )
 def test_the_beginning_of_a_number_is_not_the_number(written: str, beginning: str) -> None:
     for text in (f"#### {written}", f"Answer: {written}", f"Answer: {beginning}\n#### {written}"):

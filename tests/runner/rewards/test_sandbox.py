@@ -169,6 +169,7 @@ ATTACKS = {
     "F_NOTIFY": "import fcntl, os\nfcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)",
     "environment of the grader": "open('/proc/{grader}/environ').read(1) or 1 / 0",
     "environment of any": ENVIRONMENTS,
+    "limits of another": "import resource\nresource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))",
     "a variable of the grader": "import os\nassert os.environ['KEY']",
     "command lines": "assert b'sleep' in open('/proc/{pid}/cmdline', 'rb').read()",
     "files of another": "import os\nos.listdir('/proc/{pid}/fd')",
@@ -187,6 +188,7 @@ ATTACKS = {
     "larger pipes": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 1031, 2**20)",
     "many files": "import os\nfds = [os.pipe() for _ in range(99)]",
     "memory": "x = bytearray(2**30)",
+    "mapped memory": "import mmap\nx = [mmap.mmap(-1, 2**27) for _ in range(9)]",
     "more memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
 }
 for name, number in zip(FORBIDDEN.split()[::2], FORBIDDEN.split()[1::2], strict=True):
