@@ -152,7 +152,6 @@ NO_ANSWERS = {
     "an error": (503, b"overloaded", {}),
     "no JSON": (200, b"<html>", {}),
     "cut": (200, b"{", {"Content-Length": "99"}),
-    "redirected": (302, b"", {"Location": "http://127.0.0.1:9"}),
     "no choices": {"choices": []},
     "no log-probs": says("YES"),
     "NaN beside it": says("YES", YES=0.5, NO=math.nan),
