@@ -22,14 +22,6 @@ PROMPT_MEAN = {"aggregate": "prompt-mean-token-mean"}
 LEARNING_RATE = 20.0
 
 
-class KeptCalls(Kept):
-    """Keeps the arguments of the loss of every micro-batch too."""
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self.calls = [*getattr(self, "calls", []), ours.loss_call(self, ours.objective_of(self), inputs)]
-        return super()._compute_loss(model, inputs)
-
-
 def eq_8(network: Any, batches: list[dict[str, Any]], generations: int) -> Tensor:
     """Eq. 8 on-policy, where the ratio is 1 with its gradient; ``batches`` of the ranks, in their order."""
     per_completion = []
@@ -98,17 +90,6 @@ def test_a_prompt_without_a_token_does_not_count() -> None:
     counts = ours.prompt_counts(trainer, {"completion_mask": mask})
     assert counts["group_tokens"].tolist() == [3, 3, 0, 0, 3, 3]
     assert counts["num_prompts"] == 2
-
-
-def test_windows_of_a_generation_batch(tmp_path: Path, model: Path) -> None:
-    """Two updates from one generation: the weights of all tokens add up to one per update, in the mean."""
-    options = ON_POLICY | {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 2}
-    settings = {"learning_rate": 0.0, "loss_type": "dapo", "trainer_options": PROMPT_MEAN}
-    trainer = train(KeptCalls, model, tmp_path, Rollouts(masked=True), **options, **settings).trainer
-    assert (len(trainer.batches), len(trainer.calls)) == (1, 4)
-    total = sum(float((x.mask / x.group_tokens[:, None]).sum() / x.denominator) for x in trainer.calls)
-    assert total == pytest.approx(2, rel=1e-6)
-    assert len({float(call.denominator) for call in trainer.calls}) == 1
 
 
 def test_evaluation(tmp_path: Path, model: Path) -> None:
