@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.contestants import CONTESTANTS, Contestant, Run, eager_logprobs
 from benchmarks.formulas import FORMULAS
 from benchmarks.meters import CpuMeter
 from benchmarks.problem import Problem, build
-from benchmarks.truth import Result, exceeded, find_truth
+from benchmarks.truth import Result, find_truth
 
 SMALL = SUITES["smoke"]
 TRAIN = [config for config in SMALL if config.mode == "train"]
@@ -46,13 +47,6 @@ def test_own_and_eager_pass_the_check(config: Config) -> None:
         problem.restore()
         row = harness.check(contestant, contestant.make(problem)(), truth)
         assert "reason" not in row, (name, row)
-
-
-def test_limits_follow_the_rounding() -> None:
-    errors = {"loss": 5e-3, "gradient": 1e-3}
-    assert exceeded(errors, "bfloat16 softmax") is None
-    assert exceeded(errors, "bfloat16 tensors") is not None
-    assert exceeded({"loss": float("nan")}, "bfloat16 softmax") is not None
 
 
 @each_training
@@ -209,10 +203,39 @@ def test_the_table_of_workloads_is_sound(suite: str) -> None:
     rows = SUITES[suite]
     assert len({config.name for config in rows}) == len(rows), "two configurations of one name"
     for config in rows:
-        assert set(config.kinds) <= {c.kind for c in harness.EVERYONE}
         field = harness.contestants_of(config)
         assert field[0].kind == "denominator", config.name
-        assert config.device == "cpu" or field[0].name == "copy_" or config.level == "hidden"
         assert next(c for c in field if c.kind in configs.OURS).name.startswith("dapo_kernels")
         assert config.n_tokens % config.n_sequences == 0
-        assert config.objective in FORMULAS
+
+
+def test_the_kernel_of_verl_is_imported_without_ray() -> None:
+    pytest.importorskip("verl")
+    program = """
+import sys
+sys.modules["ray"] = None  # as if it were not installed
+from benchmarks.peers import import_verl
+print(callable(import_verl().linear_cross_entropy), sys.modules.get("ray"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert done.stdout.split()[-2:] == ["True", "None"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "base", [ONE, replace(ONE, level="hidden", hidden=128), replace(ONE, live=0.5)], ids=lambda c: c.name
+)
+def test_inputs_and_contestants_stay_on_the_device(base: Config) -> None:
+    """On "meta", a device that every machine has and whose tensors refuse to meet those of another."""
+    problem = build(replace(base, device="meta"))
+    problem.restore()
+    for tensor in (*problem.inputs(), *problem.tokens[:4], *problem.exact):
+        assert tensor.device.type == "meta"
+    if base.level == "logits":
+        assert find_truth(problem).row_gradient.device.type == "meta"
+    ran = [c for c in harness.contestants_of(replace(base, device="cuda")) if c.kind in ("denominator", "eager")]
+    assert len(ran) == (3 if base.level == "logits" else 2)
+    for contestant in ran:
+        result = contestant.make(problem)()
+        assert all(g.device.type == "meta" for g in result.gradients)

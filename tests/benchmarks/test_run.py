@@ -149,15 +149,6 @@ def test_rates_of_the_card() -> None:
     assert f"{6 * 8192 * 151936 * 4096 / 0.04 / 1e12:.3g} TFLOP/s" in report.table(hidden)
 
 
-def test_the_page_of_ranks_has_the_medians_and_the_largest_phases() -> None:
-    one, two = bench_ranks.SIDES[0][0], bench_ranks.SIDES[1][0]
-    phases = [{"rollout": 1.0 + i, "optimizer": 0.5} for i in range(3)]  # median 2.0
-    found = {one: phases, two: [{**phase, "sync": 2.5} for phase in phases]}
-    table = bench_ranks.phase_table({name: [bench_ranks.Step(x, {}) for x in steps] for name, steps in found.items()})
-    assert f"÷ {one} | sync | rollout | optimizer |" in table
-    assert f"| {two} | 5.00 | 2.00 |" in table  # 2 + 0.5 + 2.5 of 2.5
-
-
 def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     theirs = {OUT_OF_THE_BOX: 40.0, RAISED: 25.0, BOTH: 27.0}
 
@@ -177,19 +168,14 @@ def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     assert "| TRL | out of the box | 40.00 | 1000 | 25 | 0.62 |" in page
 
 
-def times(
-    vocab: int,
-    cuda: float | None,
-    dtype: str = "bfloat16",
-    level: str = "logits",
-    mode: str = "train",
-    new: float = 1.0,
-) -> Any:
+def times(vocab: int, cuda: float | None, *, new: float = 1.0, **fields: str) -> Any:
     """A configuration in which triton takes 1 ms; ``new``: cuda's time with a new gradient."""
+    fields = {"mode": "train", "level": "logits", "dtype": "bfloat16", **fields}
     medians = {decide.TRITON: 1.0, decide.CUDA: cuda}
-    medians |= dict(zip(decide.NEW_GRADIENTS, (1.0, new), strict=True)) if level == "logits" and mode == "train" else {}
+    if fields["level"] == "logits" and fields["mode"] == "train":
+        medians |= dict(zip(decide.NEW_GRADIENTS, (1.0, new), strict=True))
     rows = [{"name": n, "status": "ok" if t else "failed", "median_ms": t} for n, t in medians.items()]
-    return {"fields": {"mode": mode, "level": level, "dtype": dtype, "vocab": vocab}, "rows": rows}
+    return {"fields": {**fields, "vocab": vocab}, "rows": rows}
 
 
 def decided(*records: Any) -> list[tuple[str, bool, int]]:
@@ -199,33 +185,28 @@ def decided(*records: Any) -> list[tuple[str, bool, int]]:
     return [(*row.calls, bool(row.aligned), row.vocab) for row in rows]
 
 
-def test_cuda_takes_the_rows_in_which_it_is_faster() -> None:
+def test_cuda_takes_the_kinds_of_calls_and_rows_in_which_it_is_faster() -> None:
     big, small = times(151_936, 0.8), times(32_000, 0.9)
     assert decided(big, small) == [("in place", True, 32_000)]
     assert decided(big, times(32_000, 0.99)) == [("in place", True, 151_936)]
     assert decided(times(151_936, 1.0), small) == []  # not faster above
-    assert decided(big, times(151_936, 1.2)) == []  # the worst of two sizes
-    assert decided(times(151_936, 1.2), big) == []
+    assert decided(big, times(151_936, 1.2)) == decided(times(151_936, 1.2), big) == []  # the worst of two sizes
     assert decided(times(151_936, None)) == decided() == []
-
-
-def test_each_kind_of_call_is_decided_by_itself() -> None:
-    """As on an H200: cuda is faster in place on aligned rows, and slower on others and without a gradient."""
-    aligned = times(32_000, 0.72, new=1.1), times(151_936, 0.91, new=1.2), times(151_936, 1.55, mode="forward")
+    # An odd vocabulary: 4 float32 logits are 16 bytes, 4 in bfloat16 are not.
+    assert decide.decide([times(100, 0.5, dtype="float32")], (9, 0))[0].aligned
     odd = times(50_257, 1.6, new=0.9), times(262_143, 2.3, new=0.8), times(262_143, 0.5, mode="forward")
     hidden = times(151_936, 0.98, level="hidden"), times(151_936, 0.9, level="hidden", mode="forward")
-    assert decided(*aligned) == [("in place", True, 32_000)]
-    assert decided(*odd) == [("new gradient", False, 50_257), ("no gradient", False, 262_143)]
-    assert decided(*hidden) == [("hidden, no gradient", True, 151_936)]
-    assert set(decided(*aligned, *odd, *hidden)) == {*decided(*aligned), *decided(*odd), *decided(*hidden)}
-    # An odd vocabulary and a dtype: 4 float32 logits are 16 bytes, 4 in bfloat16 are not.
-    assert decide.decide([times(100, 0.5, "float32")], (9, 0))[0].aligned
-    assert not decide.decide([times(100, 0.5)], (9, 0))[0].aligned
+    assert set(decided(big, small, *odd, *hidden)) == {
+        ("in place", True, 32_000),
+        ("new gradient", False, 50_257),
+        ("no gradient", False, 262_143),
+        ("hidden, no gradient", True, 151_936),
+    }
 
 
 def test_the_decision_is_source_for_the_registry() -> None:
     results = {"machine": {"gpu": {"name": "NVIDIA H100", "capability": "9.0"}}}
-    results |= {"records": [times(151_936, 0.8), times(151_936, 0.9, "float32")]}
+    results |= {"records": [times(151_936, 0.8), times(151_936, 0.9, dtype="float32")]}
     tuned = times(32_000, None)
     tuned["rows"].append({"name": decide.TUNINGS[0].name, "status": "ok", "median_ms": 0.5})
     text = decide.text([results, {"records": [tuned]}], ["gpu-h100.json"])
