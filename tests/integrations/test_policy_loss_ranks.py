@@ -79,7 +79,7 @@ def on_a_rank(rank: int, folder: Path) -> None:
 
 
 def test_ddp_fsdp2_and_a_shared_head_give_the_gradient_of_one_process(tmp_path: Path) -> None:
-    """And its metrics. accelerate and Fabric: tests/test_guide.py."""
+    """And its metrics. accelerate and Fabric: test_guide.py."""
     on_ranks(RANKS, on_a_rank, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     for case in CASES:

@@ -10,28 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from policy_batches import VOCAB, gradients, network
 from ranks import on_ranks
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
 SNIPPETS = {
     name: source
     for name, source in re.findall(r"<!-- (.+?) -->\n```python\n(.+?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
 }
-VOCAB, PROMPT = 61, 3
+PROMPT = 3
 WRAPPERS = ["before", "after"] + ["fabric"] * (importlib.util.find_spec("lightning_fabric") is not None)
-
-
-def tiny_llama(**config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **config))
-    for parameter in model.parameters():  # far enough from uniform that log-probs matter
-        parameter.data.mul_(3)
-    return model
 
 
 def batch(rows: int = 6, length: int = 11, seed: int = 1) -> dict[str, Any]:
@@ -41,7 +33,9 @@ def batch(rows: int = 6, length: int = 11, seed: int = 1) -> dict[str, Any]:
     lengths = torch.randint(PROMPT + 2, length + 1, (rows, 1), generator=generator)
     attention_mask = (torch.arange(length) < lengths).long()
     mask = attention_mask[:, 1:].bool() & (torch.arange(1, length) >= PROMPT)
-    logprobs = eager_logprobs(tiny_llama(), input_ids, attention_mask)
+    with torch.no_grad():
+        logits = network()(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+    logprobs = target_logprobs(logits, {"input_ids": input_ids})
     noise = torch.randn(rows, length - 1, generator=generator)
     return {
         "torch": torch,
@@ -55,27 +49,14 @@ def batch(rows: int = 6, length: int = 11, seed: int = 1) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def eager_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].float()
-    return target_logprobs(logits, {"input_ids": input_ids})
+def target_logprobs(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
 
 
 def run(snippet: str, **names: Any) -> dict[str, Any]:
     """Execute a snippet; returns the names it leaves."""
     exec(compile(SNIPPETS[snippet], f"{GUIDE} ({snippet})", "exec"), names)
     return names
-
-
-def gradients_in(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = gradients_in(model)
-    model.zero_grad()
-    assert any(gradient.abs().sum() > 0 for gradient in found.values())
-    return found
 
 
 def assert_close(got: Any, expected: Any) -> None:
@@ -89,13 +70,9 @@ def test_every_snippet_is_tested() -> None:
     assert GUIDE.read_text(encoding="utf-8").count("```python") == len(SNIPPETS)
 
 
-def target_logprobs(logits: Tensor, data: dict[str, Any]) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
-
-
 @pytest.mark.parametrize("head", ["plain", "tied", "frozen"])
 def test_plain_loop(head: str) -> None:
-    model, data = tiny_llama(tie_word_embeddings=head == "tied"), batch()
+    model, data = network(tie_word_embeddings=head == "tied"), batch()
     model.lm_head.weight.requires_grad_(head != "frozen")
     before = run("plain: before", model=model, **data)
     expected = gradients(model)
@@ -115,7 +92,7 @@ def test_plain_loop(head: str) -> None:
 
 
 def test_gradient_accumulation() -> None:
-    model, data = tiny_llama(), batch()
+    model, data = network(), batch()
     names = {"model": model, "micro_batches": [slice(0, 1), slice(1, 4), slice(4, 6)], **data}
     run("accumulation: before", **names)
     expected = gradients(model)
@@ -136,7 +113,7 @@ def train(snippet: str, folder: Path, micro_batches: int = 2) -> tuple[dict[str,
     quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     update = {"learning_rate": 1e-2, "optim": "sgd", "remove_unused_columns": False, "use_cpu": True}
     arguments = TrainingArguments(str(folder), **sizes, **quiet, **update)  # type: ignore[arg-type]
-    model = tiny_llama()
+    model = network()
     trainer = run(snippet, torch=torch)["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
     trainer.train()
     logged = [log[key] for log in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")]
@@ -152,14 +129,14 @@ def test_trainer(tmp_path: Path) -> None:
 
 
 def assert_same_moves(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    start = dict(tiny_llama().named_parameters())
+    start = dict(network().named_parameters())
     for name, weight in expected.items():
         torch.testing.assert_close(got[name] - start[name], weight - start[name], rtol=1e-3, atol=1e-7)
     assert any(not torch.equal(weight, start[name]) for name, weight in expected.items())
 
 
 def test_biased_and_capped_head() -> None:
-    model, data = tiny_llama(), batch()
+    model, data = network(), batch()
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
     model.config.final_logit_softcapping = 2.0
     logits = run("heads: before", model=model, **data)["logits"]  # Llama itself does not cap
@@ -171,7 +148,7 @@ def test_lora_head() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     data = batch()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_alpha=8, init_lora_weights=False)
-    model = peft.get_peft_model(tiny_llama(), config)
+    model = peft.get_peft_model(network(), config)
     logprobs = target_logprobs(run("lora: before", model=model, **data)["logits"], data)
     ratio, gain = (logprobs - data["old_logprobs"]).exp(), data["advantages"][:, None]
     loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.28) * gain)[data["mask"]].mean()
@@ -190,7 +167,7 @@ def test_vllm_logprobs() -> None:
     completion = SimpleNamespace(token_ids=[5, 7], logprobs=seen)
     assert run("vllm: collect", torch=torch)["engine_logprobs"](completion).tolist() == [-1.25, -0.5]
 
-    model, data = tiny_llama(), batch()
+    model, data = network(), batch()
     weight, ids = model.lm_head.weight, {key: data[key] for key in ("input_ids", "attention_mask")}
     names = {"weight": weight, "targets": data["input_ids"][:, 1:], "linear_dapo_loss": linear_dapo_loss, **data}
 
@@ -212,7 +189,7 @@ def test_vllm_logprobs() -> None:
 
 
 def test_a_sampling_mask() -> None:
-    model, data = tiny_llama(), batch()
+    model, data = network(), batch()
     kept = torch.rand(*data["mask"].shape, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.2
     kept.scatter_(-1, data["input_ids"][:, 1:, None], True)
     before = run("kept: before", model=model, kept=kept, **data)
@@ -234,7 +211,7 @@ def share_of(rank: int) -> dict[str, Any]:
 
 
 def gradients_of_one_process(**changes: Any) -> dict[str, Tensor]:
-    model = tiny_llama()
+    model = network()
     run("plain: before", model=model, **batch() | changes)
     return gradients(model)
 
@@ -244,12 +221,12 @@ def wrapping_rank(rank: int) -> None:
     expected, mine = gradients_of_one_process(), share_of(rank)
     accelerated(mine, expected)
     for snippet in [f"ranks: {which}" for which in WRAPPERS]:
-        model = tiny_llama()
+        model = network()
         names = run(snippet, model=model, **mine)
         assert_close(gradients(model), expected)
     old = run("ranks: log-probs", policy=names["policy"], **mine)["old_logprobs"]
-    assert_close(old, run("plain: old log-probs", model=tiny_llama(), **mine)["old_logprobs"])
-    model, right = tiny_llama(), gradients_of_one_process(temperature=1.0)
+    assert_close(old, run("plain: old log-probs", model=network(), **mine)["old_logprobs"])
+    model, right = network(), gradients_of_one_process(temperature=1.0)
     run("ranks: trap", model=model, denominator=batch()["mask"].sum() / 2, **mine)
     wrong = gradients(model)
     error = sum((wrong[name] - x).square().sum() for name, x in right.items())
@@ -259,8 +236,10 @@ def wrapping_rank(rank: int) -> None:
 
 def accelerated(mine: dict[str, Any], expected: dict[str, Tensor]) -> None:
     """One clipped update, of the gradients that one process has."""
-    model, used = tiny_llama(), []
-    hook = register_optimizer_step_pre_hook(lambda *_: used.append(gradients_in(model)))
+    model, used = network(), []
+    hook = register_optimizer_step_pre_hook(
+        lambda *_: used.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
     names = run("ranks: accelerate", model=model, **mine)
     hook.remove()
     norm = torch.stack([x.norm() for x in expected.values()]).norm()
@@ -301,12 +280,12 @@ def fsdp_rank(rank: int) -> None:
     """The FSDP2 snippets on a share of the batch, against one process on all of it."""
     mine, expected = share_of(rank), gradients_of_one_process(temperature=1.0)
     for which in ("before", "after"):
-        model = tiny_llama()
+        model = network()
         names = run(f"fsdp: {which}", model=model, **mine)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, torch.distributed.tensor.DTensor)
             assert_close(parameter.grad.full_tensor(), expected[name])  # type: ignore[union-attr]
-    names = run("fsdp: bfloat16", model=tiny_llama(), PolicyLoss=names["PolicyLoss"], torch=torch) | mine
+    names = run("fsdp: bfloat16", model=network(), PolicyLoss=names["PolicyLoss"], torch=torch) | mine
     out = names["policy"](*ids_of(mine), names["old_logprobs"], names["advantages"], mask=names["mask"])
     assert out.loss.dtype == torch.float32
     distance = (names["old_logprobs"] - out.logprobs)[names["mask"]].sum()
