@@ -10,10 +10,10 @@ tried with the tests that execute its statement, the quickest file first. Each r
 imported torch, in a copy of the checkout. --work keeps copies, records and results: while code and tests stay as they
 are, the same command goes on where it stopped.
 
-A mutant survives when these tests pass, and also, without a run, when no test executes its statement. It is killed
-when they end otherwise, and pass again without the mutation: a test fails, the process crashes, the tests cannot be
-collected, or they take more than three times as long as without it, at least 20 s. Two outcomes are no part of the
-share: equivalent (listed with its reason in equivalent_mutants.txt), and unstable: the tests do not pass without it.
+A mutant survives when these tests pass, or when no test executes its statement. It is killed when they end otherwise,
+and pass again without the mutation: a test fails, the process crashes, the tests cannot be collected, or they take
+more than three times as long, at least 20 s. No part of the share are equivalent mutants (equivalent_mutants.txt) and
+unstable ones: the tests do not pass without them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import ctypes
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import select
@@ -63,35 +62,23 @@ KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"
 # Tested on a GPU, by the emulation and in vLLM's environment, not here.
 ELSEWHERE = ["dapo_kernels/backends/cuda.py", "dapo_runner/rollout/receiver.py", "dapo_runner/rollout/vllm.py"]
 TRAINING = "tests/runner/test_*.py"
-ROOMS = {  # folder of the code → its tests; the longest folder that fits a file is its room
-    "dapo_kernels": ["tests/kernels"],
-    "dapo_kernels/backends": ["tests/kernels"],
-    "dapo_kernels/backends/triton": ["tests/kernels/test_triton*.py", "tests/kernels/test_elsewhere.py"],
-    "dapo_kernels/engine": ["tests/kernels"],
-    "dapo_kernels/integrations": ["tests/integrations"],
-    "dapo_kernels/objectives": ["tests/kernels"],
+ROOMS = {  # folder of the code → patterns of its tests; the longest folder that fits a file is its room
+    **dict.fromkeys((f"dapo_kernels{room}" for room in ("", "/backends", "/engine", "/objectives")), "tests/kernels"),
+    "dapo_kernels/backends/triton": "tests/kernels/test_triton*.py tests/kernels/test_elsewhere.py",
+    "dapo_kernels/integrations": "tests/integrations",
     **{
-        f"dapo_runner/{room}": [f"tests/runner/{room}"]
+        f"dapo_runner/{room}": f"tests/runner/{room}"
         for room in ("algorithms", "data", "parallel", "policy", "rewards", "rollout", "tools")
     },
-    "dapo_runner/config": ["tests/runner/config", "tests/runner/algorithms/test_settings.py", "tests/runner/tools"],
-    "dapo_runner/checkpoint": ["tests/runner/test_checkpoint.py", "tests/runner/test_resume.py"],
-    "dapo_runner/commands": [TRAINING, "tests/runner/tools/test_sft.py", "tests/runner/tools/study/test_study.py"],
-    "dapo_runner/logging": ["tests/runner/logging", "tests/runner/test_train.py"],
-    "dapo_runner/environments": ["tests/runner/environments", "tests/runner/rollout/test_episodes.py"],
-    "dapo_runner/preflight": [
-        f"tests/runner/{name}.py"
-        for name in (
-            "test_[rs]*",
-            "test_cli",
-            "test_tiny_model",
-            "*/test_server_access",
-            "*/test_config",
-            "*/test_judge",
-        )
-    ],
-    "dapo_runner/run": [TRAINING, "tests/runner/logging/test_trackers.py"],
-    "dapo_runner": [TRAINING, "tests/runner/rewards/test_judge.py", "tests/runner/rollout/test_server*.py"],
+    "dapo_runner/config": "tests/runner/config tests/runner/algorithms/test_settings.py tests/runner/tools",
+    "dapo_runner/checkpoint": "tests/runner/test_checkpoint.py tests/runner/test_resume.py",
+    "dapo_runner/commands": f"{TRAINING} tests/runner/tools/test_sft.py tests/runner/tools/study/test_study.py",
+    "dapo_runner/logging": "tests/runner/logging tests/runner/test_train.py",
+    "dapo_runner/environments": "tests/runner/environments tests/runner/rollout/test_episodes.py",
+    "dapo_runner/preflight": "tests/runner/test_[rs]*.py tests/runner/test_cli.py tests/runner/test_tiny_model.py "
+    "tests/runner/*/test_server_access.py tests/runner/*/test_config.py tests/runner/*/test_judge.py",
+    "dapo_runner/run": f"{TRAINING} tests/runner/logging/test_trackers.py",
+    "dapo_runner": f"{TRAINING} tests/runner/rewards/test_judge.py tests/runner/rollout/test_server*.py",
 }
 SELECTED = {  # room → markers of its tests; "": of every other room
     "": f"{MARKERS} and not ranks and not elsewhere",
@@ -193,7 +180,7 @@ def draw(rooms: str | None, sample: int, seed: int) -> list[Mutant]:
 
 def files_of(room: str) -> list[str]:
     """Return the test files of a room."""
-    paths = [path for pattern in ROOMS[room] for path in sorted(ROOT.glob(pattern))]
+    paths = [path for pattern in ROOMS[room].split() for path in sorted(ROOT.glob(pattern))]
     files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
     return [str(file.relative_to(ROOT)) for file in files]
 
@@ -219,10 +206,9 @@ def copy_checkout(folder: Path, name: str) -> Path:
     return copy
 
 
-def fork(action: Callable[[], int], checkout: Path | None = None) -> int:
-    """Call ``action`` in a fork, which ends with this process, and return its id.
-
-    With ``checkout``, the fork is the leader of a session, imports from there and writes to a file beside it.
+def fork(action: Callable[[], int], checkout: Path) -> int:
+    """Call ``action`` in a fork and return its id. The fork is the leader of a session and ends with this process; it
+    imports from ``checkout`` and writes to a file beside it.
     """
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies the locks of other threads, not the threads"
     child = os.fork()
@@ -230,14 +216,13 @@ def fork(action: Callable[[], int], checkout: Path | None = None) -> int:
         code = BROKEN
         try:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if checkout is not None:
-                os.setsid()
-                output = os.open(f"{checkout}.log", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-                for stream in (0, 1, 2):
-                    os.dup2(output, stream)
-                os.chdir(checkout)
-                os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
-                sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would import this file
+            os.setsid()
+            output = os.open(f"{checkout}.log", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            for stream in (0, 1, 2):
+                os.dup2(output, stream)
+            os.chdir(checkout)
+            os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
+            sys.modules["__main__"] = types.ModuleType("__main__")  # multiprocessing would import this file
             code = action()
         except BaseException:
             traceback.print_exc()
@@ -247,8 +232,11 @@ def fork(action: Callable[[], int], checkout: Path | None = None) -> int:
     return child
 
 
-def wait(child: int, timeout: float | None = None) -> int | None:
-    """Return the exit code of a fork, negative after a signal; end it and return None after ``timeout`` seconds."""
+def run_in(checkout: Path, action: Callable[[], int], timeout: float) -> int | None:
+    """Call ``action`` in a fork that imports from ``checkout``. Return its exit code, negative after a signal, or None
+    if it did not end in ``timeout`` seconds. Raises RuntimeError if ``action`` does.
+    """
+    child = fork(action, checkout)
     watched = os.pidfd_open(child)
     try:
         ended, _, _ = select.select([watched], [], [], timeout)
@@ -257,36 +245,10 @@ def wait(child: int, timeout: float | None = None) -> int | None:
         with suppress(ProcessLookupError):  # with the servers and ranks that the tests started
             os.killpg(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if ended else None
-
-
-def run_in(checkout: Path, action: Callable[[], int], timeout: float) -> int | None:
-    """Call ``action`` in a fork that imports from ``checkout``. Raises RuntimeError if ``action`` does."""
-    code = wait(fork(action, checkout), timeout)
+    code = os.waitstatus_to_exitcode(status) if ended else None
     if code == BROKEN:
         raise RuntimeError(f"{checkout}.log: " + Path(f"{checkout}.log").read_text(encoding="utf-8", errors="replace"))
     return code
-
-
-def in_jobs(jobs: int, items: Sequence[Any], action: Callable[[int, Any], None]) -> None:
-    """Call ``action(job, item)`` for all items in forks, each of which takes the next item when it is done with one.
-    Raises SystemExit at the end if a fork did not take its items to the end; its traceback is on stderr.
-    """
-    taken = multiprocessing.Value("i", 0)
-
-    def work(job: int) -> int:
-        while True:
-            with taken.get_lock():
-                taken.value += 1
-                turn = taken.value - 1
-            if turn >= len(items):
-                return 0
-            action(job, items[turn])
-
-    codes = [wait(child) for child in [fork(partial(work, job)) for job in range(min(jobs, len(items)))]]
-    if any(codes):
-        failed = ", ".join(f"job {job} (exit code {code})" for job, code in enumerate(codes) if code)
-        raise SystemExit(f"expected all jobs to end well, got {failed}. Run the same command again for what is left.")
 
 
 class Progress:
@@ -431,10 +393,7 @@ def page(outcomes: list[Outcome], left_out: list[str], options: argparse.Namespa
     command = f"python tests/mutants.py --sample {options.sample} --seed {options.seed}{asked}"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = ["# Mutants", "", f"`{command}` at commit {commit.strip()}", ""]
-    lines += [
-        "Share: killed, of those killed and survived. Not reached: survived, and no test executes the statement.",
-        "",
-    ]
+    lines += ["Share: killed, of those killed and survived. Not reached: no test executes the statement.", ""]
     columns = ("mutants", "killed", "survived", "share", "not reached", "equivalent", "unstable")
     lines += [f"| room | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     by_room: dict[str, Counter[str]] = defaultdict(Counter)
@@ -444,22 +403,20 @@ def page(outcomes: list[Outcome], left_out: list[str], options: argparse.Namespa
         judged = counts["killed"] + counts["survived"]
         numbers = {**counts, "share": f"{counts['killed'] / judged:.0%}" if judged else ""}
         lines.append(f"| {room} | {' | '.join(str(numbers.get(column, 0)) for column in columns)} |")
-    for title, wanted in (
-        ("Survived", lambda one: one.state == "survived"),
-        ("Killed without a test that failed", lambda one: one.state == "killed" and one.end != "failed"),
-        ("Equivalent", lambda one: one.state == "equivalent"),
-        ("Unstable", lambda one: one.state == "unstable"),
+    sections: dict[str, list[str]] = defaultdict(list)
+    for outcome in sorted(outcomes, key=lambda one: (one.mutant.path, one.mutant.line)):
+        note = "" if outcome.end in ("passed", "failed") else f", {outcome.end}"
+        line = f"- {outcome.mutant.path}:{outcome.mutant.line} {outcome.change}{note}"
+        sections[outcome.state] += [line] if outcome.state != "killed" or outcome.end != "failed" else []
+    sections["left out"] = [f"- {test}" for test in left_out]
+    for title, state in (
+        ("Survived", "survived"),
+        ("Killed without a test that failed", "killed"),
+        ("Equivalent", "equivalent"),
+        ("Unstable", "unstable"),
+        ("Left out, as they fail with nothing changed", "left out"),
     ):
-        those = sorted(filter(wanted, outcomes), key=lambda one: (one.mutant.path, one.mutant.line))
-        notes = ["" if one.end in ("passed", "failed") else f", {one.end}" for one in those]
-        items = [f"- {o.mutant.path}:{o.mutant.line} {o.change}{note}" for o, note in zip(those, notes, strict=True)]
-        lines += ["", f"{title}:", "", *(items or ["- none"])]
-    lines += [
-        "",
-        "Left out, as they fail with nothing changed:",
-        "",
-        *([f"- {test}" for test in left_out] or ["- none"]),
-    ]
+        lines += ["", f"{title}:", "", *(sections[state] or ["- none"])]
     return "\n".join(lines) + "\n"
 
 
@@ -468,7 +425,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=300, help="how many mutants (default: 300)")
     parser.add_argument("--room", help="only rooms whose folder contains this, as rollout")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="how many mutants at a time (default: 1)")
     parser.add_argument("--out", type=Path, help="a file for the page, rewritten after each mutant")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dapo-mutants", help="a folder")
     return parser.parse_args()
@@ -491,34 +447,31 @@ def main() -> int:
     for module in IMPORTED:
         importlib.import_module(module)
     chosen = draw(options.room, options.sample, options.seed)
-    # Modules compiled with probes lie in other copies than those of mutants.
-    probed, plain = (
-        [copy_checkout(options.work, f"{name}{job}") for job in range(options.jobs)] for name in ("record", "")
-    )
-    results = probed[0].parent / "results.jsonl"
-    needed = {(markers_of(room), file): None for room in {one.room for one in chosen} for file in files_of(room)}
-    missing = [one for one in sorted(needed) if not (record_of(probed[0], *one) / "record.json").exists()]
-    in_jobs(options.jobs, missing, lambda job, one: make_record(probed[job], *one))
-    left_out = sorted({test for one in needed for test in recorded(probed[0], *one)["failed"]})
+    probed = copy_checkout(options.work, "record")
+    plain = copy_checkout(options.work, "plain")  # the other has modules that were compiled with probes
+    results = plain.parent / "results.jsonl"
+    needed = sorted({(markers_of(room), file) for room in {one.room for one in chosen} for file in files_of(room)})
+    for one in needed:
+        if not (record_of(probed, *one) / "record.json").exists():
+            make_record(probed, *one)
+    left_out = sorted({test for one in needed for test in recorded(probed, *one)["failed"]})
 
-    def write_page(job: int) -> list[Outcome]:
+    def write_page() -> str:
         outcomes = read_results(results)
-        done = [outcomes[mutant] for mutant in chosen if mutant in outcomes]
+        text = page([outcomes[one] for one in chosen if one in outcomes], left_out, options)
         if options.out is not None:
-            written = options.out.with_suffix(f".{job}")
-            written.write_text(page(done, left_out, options), encoding="utf-8")
-            written.replace(options.out)
-        return done
+            options.out.write_text(text, encoding="utf-8")
+        return text
 
-    def attempt(job: int, mutant: Mutant) -> None:
-        outcome = try_mutant(plain[job], mutant)
+    left = [mutant for mutant in chosen if mutant not in read_results(results)]
+    for number, mutant in enumerate(left, 1 + len(chosen) - len(left)):
+        outcome = try_mutant(plain, mutant)
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         what = f"{mutant.path}:{mutant.line} {outcome.state} ({outcome.end}) {outcome.change}"
-        print(f"[{len(write_page(job))}/{len(chosen)}] {outcome.seconds:4.0f} s  {what}", flush=True)
-
-    in_jobs(options.jobs, [mutant for mutant in chosen if mutant not in read_results(results)], attempt)
-    print(page(write_page(0), left_out, options))
+        print(f"[{number}/{len(chosen)}] {outcome.seconds:4.0f} s  {what}", flush=True)
+        write_page()
+    print(write_page())
     return 0
 
 
