@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import inspect
 import re
 import runpy
 from pathlib import Path
@@ -41,30 +40,20 @@ def test_the_examples_of_an_integration_run(name: str) -> None:
     assert result.failed == 0
 
 
-def test_sections_of_docstrings() -> None:
-    """Public functions have all of them, each with an empty line above it: the API page shows it as text without."""
-    for name in dapo_kernels.__all__:
-        function = getattr(dapo_kernels, name)
-        if inspect.isroutine(function):
-            sections = ["Args"] + ["Returns"] * (function is not dapo_kernels.use_backend) + ["Example"]
-            assert re.findall(r"^(Args|Returns|Example):$", inspect.getdoc(function) or "", re.MULTILINE) == sections
-    run_on = []
+def test_sections_of_docstrings_have_an_empty_line_above() -> None:
+    """The API page shows them as text without."""
     for path in (path for package in ("dapo_kernels", "dapo_runner") for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            is_documented = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
-            text = (ast.get_docstring(node) or "") if is_documented else ""
-            run_on += [text] if re.search(r"\S\n(Args|Returns|Raises|Example):\n", text) else []
-    assert run_on == []
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
+                text = ast.get_docstring(node) or ""
+                assert not re.search(r"\S\n(Args|Returns|Raises|Example):\n", text), text
 
 
 def test_the_plain_loop_learns_with_three_packages() -> None:
     """From guessing (0.09) to twice that within 12 steps; 150 get to 0.86 and above (seeds 0 to 3)."""
     path = ROOT / "examples" / "plain_loop.py"
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    packages = {name.split(".")[0] for name in names} - {"__future__"}
-    assert packages == {"torch", "transformers", "dapo_kernels"}
+    packages = set(re.findall(r"^ *(?:import|from) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert packages == {"__future__", "torch", "transformers", "dapo_kernels"}
     rewards = runpy.run_path(str(path))["train"](steps=12)
     assert rewards[0] < 0.15
     assert rewards[-1] > 1.5 * rewards[0]

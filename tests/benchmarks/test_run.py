@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch
 from benchmarks import bench_ranks, decide, harness, machine, report, run
 from benchmarks import bench_step_vs_trl as step
 from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
-from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, GPU_TUNING, QUOTED, Config
+from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, QUOTED, Config
 from dapo_kernels.backends.registry import Default
 from docs import loss_picture as picture
 
@@ -217,12 +216,3 @@ def test_the_decision_is_source_for_the_registry() -> None:
     assert f"0.50 {decide.TUNINGS[0].name}" in text
     assert f"1.00 {decide.NEW_GRADIENTS[0]}" in text
     assert "# new gradient, aligned rows, bfloat16: V=32000 1.00, V=151936 1.00" in text
-
-
-def test_stage_4_measures_every_kind_of_call_from_logits() -> None:
-    pairs = {(c.mode, c.dtype, c.vocab * c.torch_dtype.itemsize % 16 == 0) for c in GPU_TUNING}
-    assert pairs == set(itertools.product(("train", "forward"), ("bfloat16", "float32"), (True, False)))
-    compared = {decide.TRITON, decide.CUDA, *decide.NEW_GRADIENTS}
-    for config in GPU_TUNING:
-        names = {contestant.name for contestant in harness.contestants_of(config)}
-        assert names >= (compared if config.mode == "train" else {decide.TRITON, decide.CUDA})

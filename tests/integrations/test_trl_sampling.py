@@ -130,8 +130,14 @@ def surplus_of(trainer: Any) -> list[list[Completion]]:
 
 
 def test_every_group_that_trains_varies(tmp_path: Path, model: Path) -> None:
+    """A reward function of weight 0 makes no group vary."""
+
+    def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
     ledger = Ledger()
-    done = run(model, tmp_path, ledger, trainer_options=SAMPLING | {"aggregate": "prompt-mean-token-mean"})
+    options = SAMPLING | {"aggregate": "prompt-mean-token-mean", "reward_funcs": [ledger, length]}
+    done = run(model, tmp_path, ledger, trainer_options=options, reward_weights=[2.0, 0.0])
     batches, sampler = done.trainer.batches, done.trainer._sampler
     assert len(ledger.rounds) > len(batches) == 5
     assert_ledger(ledger.groups(), [completions_of(batch) for batch in batches], surplus_of(done.trainer), 4)
@@ -142,7 +148,7 @@ def test_every_group_that_trains_varies(tmp_path: Path, model: Path) -> None:
         ends = batch["completion_mask"].sum(1)
         assert batch["num_items_in_batch"] == ends.sum()
         assert torch.equal(batch["group_tokens"], ends.view(-1, 4).sum(1).repeat_interleave(4))
-        expected = advantages_of([float(ids[0] % 2 == 0) for ids in completions_of(batch)])
+        expected = advantages_of([2.0 * (ids[0] % 2 == 0) for ids in completions_of(batch)])
         torch.testing.assert_close(batch["advantages"], expected)
         assert batch["advantages"].view(-1, 4).abs().amax(1).min() > 0.1
         assert batch["completion_ids"].shape[1] == ends.max()
@@ -359,19 +365,6 @@ def test_overlong_filtering(tmp_path: Path, model: Path, punishment: dict[str, i
         torch.testing.assert_close(batch["advantages"], advantages_of(earned))
     assert truncated
     assert any(group[0][0].endswith("1+7=") and varies(group) for group in ledger.groups())
-
-
-def test_weights_of_rewards_decide(tmp_path: Path, model: Path) -> None:
-    """A function of weight 0 makes no group vary, and neither does the length of completions."""
-
-    def unique(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [float(len(ids)) for ids in completion_ids]
-
-    ledger = Ledger()
-    options = SAMPLING | {"reward_funcs": [ledger, unique], "overlong_cache_length": 8}
-    done = run(model, tmp_path, ledger, trainer_options=options, reward_weights=[2.0, 0.0], max_steps=2)
-    batches = [completions_of(batch) for batch in done.trainer.batches]
-    assert_ledger(ledger.groups(), batches, surplus_of(done.trainer), 4)
 
 
 def test_evaluation_is_not_resampled(tmp_path: Path, model: Path) -> None:
