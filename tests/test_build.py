@@ -86,10 +86,3 @@ def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
     # What an index shows leads to places that are there.
     assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
     assert "![" not in text
-
-
-@pytest.mark.slow
-def test_the_extension_builds(tmp_path: Path) -> None:
-    result = build(tmp_path, DAPO_KERNELS_CUDA="0")
-    assert result.returncode == 0, result.stderr
-    assert len(list(tmp_path.rglob("_C*.so"))) == 1

@@ -23,33 +23,21 @@ from dapo_runner.config import parse_config
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 SPLIT: Any = runpy.run_path(str(ROOT / ".ci" / "gpu_bundle.py"))["split"]
-Outcome = bool | Exception
-
-
-def stage(left: list[Outcome]) -> gpu.Stage:
-    """Return a stage with these outcomes: finished, unfinished, or an exception."""
-
-    def call(state: gpu.State, seconds: float) -> bool:
-        outcome = left.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    return call
-
-
-def states(folder: Path, *outcomes: Outcome, only: list[int] | None = None) -> list[str]:
-    """Return how three stages with these outcomes end."""
-    left = [[outcome] for outcome in outcomes]
-    stages = {name: stage(each) for name, each in zip(("one", "two", "three"), left, strict=True)}
-    return list(gpu.run_stages(gpu.State(folder), 100, only, stages).values())
 
 
 def test_a_stage_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    error, absent = RuntimeError("no kernel image"), gpu.LeftOutError("no tool")
-    found = ["failed: RuntimeError: no kernel image", "unfinished", "left out: no tool"]
-    assert states(tmp_path, error, False, absent) == found
-    assert states(tmp_path, error, True, absent, only=[3, 2]) == ["not started", "finished", "left out: no tool"]
+    def fail(error: Exception) -> bool:
+        raise error
+
+    stages: dict[str, gpu.Stage] = {
+        "one": lambda state, seconds: fail(RuntimeError("no kernel image")),
+        "two": lambda state, seconds: seconds < 50,
+        "three": lambda state, seconds: fail(gpu.LeftOutError("no tool")),
+    }
+    found = gpu.run_stages(gpu.State(tmp_path), 100, None, stages)
+    assert list(found.values()) == ["failed: RuntimeError: no kernel image", "unfinished", "left out: no tool"]
+    found = gpu.run_stages(gpu.State(tmp_path), 40, [3, 2], stages)
+    assert list(found.values()) == ["not started", "finished", "left out: no tool"]
 
 
 def test_other_sources_start_anew(tmp_path: Path) -> None:

@@ -93,19 +93,6 @@ def test_ddp_fsdp2_and_a_shared_head_give_the_gradient_of_one_process(tmp_path: 
         assert reduced == pytest.approx(summarize(out.metrics), rel=1e-5, abs=1e-6)
 
 
-def test_inputs_that_fabric_has_rounded_are_refused() -> None:
-    lightning_fabric = pytest.importorskip("lightning_fabric", reason="lightning-fabric is not installed")
-    rounding = lightning_fabric.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    with pytest.raises(TypeError, match=r"old_logprobs.*bfloat16"):
-        rounding.setup(PolicyLoss(network()))(**packed())
-    batch, policy = packed(), PolicyLoss(network())
-    with torch.autocast("cpu", torch.bfloat16):
-        out = policy(**batch)
-    assert not torch.equal(out.logprobs, policy(**batch).logprobs)
-    distance = (batch["old_logprobs"] - out.logprobs)[batch["mask"]].sum()
-    assert float(out.metrics["approx_kl"]) == pytest.approx(float(distance), rel=1e-5)  # of the old log-probs unrounded
-
-
 def with_dtensor_head(model: Any, mesh: DeviceMesh, **style: Any) -> Any:
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(**style)})
     return model

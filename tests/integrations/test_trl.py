@@ -72,7 +72,7 @@ NAMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def both(tmp_path: Path, model: Path) -> Any:
+def both(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run TRL's trainer and ours alike; returns (ours, theirs). ``rollouts`` are settings of ``Rollouts``."""
 
     def run(rollouts: dict[str, bool] | None = None, model: Any = model, **options: Any) -> tuple[Run, Run]:
@@ -80,7 +80,10 @@ def both(tmp_path: Path, model: Path) -> Any:
             chosen = model() if callable(model) else model
             return train(trainer_class, chosen, tmp_path, Rollouts(**(rollouts or {})), **options)
 
-        return one(DapoGRPOTrainer), one(GRPOTrainer)
+        with monkeypatch.context() as patch:  # policy, old and reference log-probs all come from our head
+            patch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)
+            mine = one(DapoGRPOTrainer)
+        return mine, one(GRPOTrainer)
 
     return run
 
@@ -306,15 +309,6 @@ def test_the_example_learns() -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_dapo.py"))
     first, last = example["main"](steps=20)
     assert last > 1.1 * first
-
-
-@pytest.mark.parametrize("route", [{}, {"entropy_coef": 0.1}])
-def test_trls_head_is_never_used(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, route: dict[str, float]
-) -> None:
-    """Policy, old and reference log-probs all come from here."""
-    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)
-    train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **OFF_POLICY | {"max_steps": 2}, beta=0.1, **route)
 
 
 @pytest.mark.parametrize(
