@@ -108,14 +108,9 @@ def record_of(config: Config, *rows: dict[str, Any]) -> dict[str, Any]:
     return {**record, "denominators": names, "rows": list(rows), "wall_s": 1.0}
 
 
-def test_the_picture_shows_each_side_at_its_best(tmp_path: Path) -> None:
+def test_the_picture_of_the_newest_results(tmp_path: Path) -> None:
     newest = sorted((ROOT / "benchmarks" / "results").glob("full-*.json"))[-1]
-    results = json.loads(newest.read_text())
-    for workload in picture.WORKLOADS.values():
-        sides = picture.sides(results["records"], workload)
-        assert ("dapo_kernels", 1.0) in [side[:2] for side in sides]
-        assert len(sides) > 4
-    picture.draw(results, tmp_path / "loss.png")
+    picture.draw(json.loads(newest.read_text()), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").exists()
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("peft", reason="peft is not installed: pip install -c constr
 
 import torch
 import trl.trainer.utils
+from datasets import IterableDataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from policy_batches import VOCAB, Capped, gradients, network, relative_error
 from ranks import on_ranks
@@ -311,19 +312,36 @@ def test_the_example_learns() -> None:
     assert last > 1.1 * first
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"use_liger_kernel": True}, "use_liger_kernel"),
-        ({"loss_type": "ppo"}, "'ppo'.*grpo"),
-        ({"loss_type": "dr_grpo", "max_completion_length": None}, "max_completion_length"),
-        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_tau"),
-        ({"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=["lm_head"])}}, "lm_head"),  # by TRL
-    ],
-)
-def test_settings_that_are_refused(tmp_path: Path, model: Path, options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **(ON_POLICY | options))
+PROMPT_MEAN = "prompt-mean-token-mean"
+NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
+STREAM = IterableDataset.from_generator(lambda: iter([{"prompt": "1+2="}]))
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a pattern; settings; arguments of the trainer
+    ("use_liger_kernel", {"use_liger_kernel": True}, {}),
+    ("'ppo'.*grpo", {"loss_type": "ppo"}, {}),
+    ("max_completion_length", {"loss_type": "dr_grpo", "max_completion_length": None}, {}),
+    ("sapo_tau", {"loss_type": "sapo", "sapo_temperature_pos": 0.0}, {}),
+    ("lm_head", {}, {"peft_config": LoraConfig(r=4, target_modules=["lm_head"])}),  # by TRL
+    ("aggregate.*prompt-mean-token-mean.*seq-mean", {"loss_type": "dapo"}, {"aggregate": "seq-mean-token-mean"}),
+    ("aggregate.*loss_type.*dapo, cispo, sapo", {"loss_type": "grpo"}, {"aggregate": PROMPT_MEAN}),
+    ("aggregate.*importance_sampling_level", {"loss_type": "dapo", **SEQUENCE}, {"aggregate": PROMPT_MEAN}),
+    ("max_sampling_rounds", {}, {"dynamic_sampling": True, "max_sampling_rounds": 0}),
+    ("on_sampling_exhausted", {}, {"dynamic_sampling": True, "on_sampling_exhausted": "stop"}),
+    ("scale_rewards", {"scale_rewards": "batch"}, {"dynamic_sampling": True}),
+    ("dynamic_sampling.*multi_objective_aggregation", NORMALIZED, {"dynamic_sampling": True}),
+    ("train_dataset", {}, {"dynamic_sampling": True, "train_dataset": STREAM}),
+    ("overlong_max_length", {}, {"overlong_max_length": 5}),
+    ("overlong_cache_length", {}, {"overlong_cache_length": 0}),
+    ("overlong_cache_length", {}, {"overlong_cache_length": 6, "overlong_max_length": 5}),
+    ("overlong_cache_length", NORMALIZED, {"overlong_cache_length": 5}),
+]
+
+
+@pytest.mark.parametrize(("pattern", "options", "arguments"), REFUSED)
+def test_settings_that_are_refused(
+    tmp_path: Path, model: Path, pattern: str, options: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **ON_POLICY | options, trainer_options=arguments)
 
 
 def test_the_first_call_checks_the_logits(tmp_path: Path, model: Path) -> None:

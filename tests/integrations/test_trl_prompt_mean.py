@@ -16,7 +16,6 @@ from torch import Tensor
 from trl_runs import ON_POLICY, Kept, Rollouts, load, save_tiny_model, train
 
 from dapo_kernels.integrations import trl as ours
-from dapo_kernels.integrations.trl import DapoGRPOTrainer
 
 PROMPT_MEAN = {"aggregate": "prompt-mean-token-mean"}
 LEARNING_RATE = 20.0
@@ -101,18 +100,3 @@ def test_evaluation(tmp_path: Path, model: Path) -> None:
     assert len(evaluated["advantages"]) == 4
     found = next(entry["eval_loss"] for entry in run.log if "eval_loss" in entry)
     assert found == pytest.approx(eq_8(load(model), [evaluated], 2).item(), rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("aggregate", "options", "words"),
-    [
-        ("seq-mean-token-mean", {"loss_type": "dapo"}, ["prompt-mean-token-mean", "seq-mean-token-mean"]),
-        ("prompt-mean-token-mean", {"loss_type": "grpo"}, ["loss_type", "dapo, cispo, sapo"]),
-        ("prompt-mean-token-mean", {"importance_sampling_level": "sequence"}, ["importance_sampling_level"]),
-    ],
-)
-def test_refused(tmp_path: Path, model: Path, aggregate: str, options: dict[str, Any], words: list[str]) -> None:
-    settings = {"loss_type": "dapo", **ON_POLICY, **options, "trainer_options": {"aggregate": aggregate}}
-    with pytest.raises(ValueError, match="aggregate") as caught:
-        train(DapoGRPOTrainer, model, tmp_path, Rollouts(), **settings)
-    assert all(word in str(caught.value) for word in words)

@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install -c constrai
 
 import torch
 import trl
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from ranks import on_ranks
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -25,7 +25,6 @@ from dapo_kernels.integrations.trl_sampling import STATE_FILE, PromptOrder
 KINDS = ("easy", "mixed", "hard", "mixed", "mixed")
 ONE_UPDATE = {"num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}  # 4 groups
 SAMPLING = {"dynamic_sampling": True}
-NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
 
 Completion = tuple[int, ...]
 Earned = tuple[str, Completion, float | None]
@@ -375,27 +374,6 @@ def test_evaluation_is_not_resampled(tmp_path: Path, model: Path) -> None:
     assert {prompt for prompt, _, _ in ledger.rounds[-1]} <= {"1+2=", "33+4="}
     assert any("eval_loss" in entry for entry in done.log)
     assert not any(name.startswith("eval_dynamic_sampling") for entry in done.log for name in entry)
-
-
-@pytest.mark.parametrize(
-    ("trainer_options", "options", "word"),
-    [
-        ({"max_sampling_rounds": 0}, {}, "max_sampling_rounds"),
-        ({"on_sampling_exhausted": "stop"}, {}, "on_sampling_exhausted"),
-        ({}, {"scale_rewards": "batch"}, "scale_rewards"),
-        ({}, NORMALIZED, "multi_objective_aggregation"),
-        ({"overlong_max_length": 5}, {}, "overlong_max_length"),
-        ({"overlong_cache_length": 0}, {}, "overlong_cache_length"),
-        ({"overlong_cache_length": 6, "overlong_max_length": 5}, {}, "overlong_cache_length"),
-        ({"overlong_cache_length": 5, "dynamic_sampling": False}, NORMALIZED, "overlong_cache_length"),
-        ({"train_dataset": IterableDataset.from_generator(lambda: iter([{"prompt": "1+2="}]))}, {}, "train_dataset"),
-    ],
-)
-def test_refused(
-    tmp_path: Path, model: Path, trainer_options: dict[str, Any], options: dict[str, Any], word: str
-) -> None:
-    with pytest.raises(ValueError, match=word):
-        run(model, tmp_path, Ledger(), trainer_options=SAMPLING | trainer_options, **options)
 
 
 def test_images_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
