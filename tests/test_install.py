@@ -116,16 +116,11 @@ def test_versions_that_are_supported(below: str | None, covered: list[str], refu
     assert not any(supported.covers(version) for version in refused)
 
 
-@pytest.mark.parametrize(
-    "package",
-    ["pytest", "json", "no_such_package"],
-    ids=["another version", "a module without a version", "not installed"],
-)
+@pytest.mark.parametrize("package", ["json", "no_such_package"], ids=["a module without a version", "not installed"])
 def test_a_package_that_is_not_supported_is_refused_by_name(package: str) -> None:
     with pytest.raises(ImportError) as caught:
         require("adapter", Supported("torch", "2"), Supported(package, "0.1", "0.2"))
     assert all(word in str(caught.value) for word in ("adapter", f"pip install '{package}>=0.1,<0.2'"))
-    assert package != "pytest" or pytest.__version__ in str(caught.value)
 
 
 def test_an_adapter_checks_its_trainer_before_it_imports_it(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import torch
 from benchmarks import bench_ranks, decide, harness, machine, report, run
 from benchmarks import bench_step_vs_trl as step
 from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
-from benchmarks.configs import GPU_HIDDEN, GPU_LOGITS, QUOTED, Config
-from dapo_kernels.backends.registry import Default
+from benchmarks.configs import GPU_HIDDEN, QUOTED, Config
 from docs import loss_picture as picture
 
 ROOT = Path(__file__).parents[2]
@@ -136,13 +135,6 @@ def test_losses_and_absences_are_on_the_page() -> None:
     assert "| dapo_kernels |  | 20.00 | 20.00–20.00 | 2.00 | 1.00 |" in page
 
 
-def test_rates_of_the_card() -> None:
-    logits = record_of(GPU_LOGITS[0], row("copy_", "denominator", 1.0))
-    assert f"copy_ {2 * 2 * 8192 * 151936 / 1e-3 / 1e9:.4g} GB/s" in report.table(logits)
-    hidden = record_of(GPU_HIDDEN[0], row("GEMMs", "denominator", 40.0))
-    assert f"{6 * 8192 * 151936 * 4096 / 0.04 / 1e12:.3g} TFLOP/s" in report.table(hidden)
-
-
 def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     theirs = {OUT_OF_THE_BOX: 40.0, RAISED: 25.0, BOTH: 27.0}
 
@@ -196,18 +188,3 @@ def test_cuda_takes_the_kinds_of_calls_and_rows_in_which_it_is_faster() -> None:
         ("no gradient", False, 262_143),
         ("hidden, no gradient", True, 151_936),
     }
-
-
-def test_the_decision_is_source_for_the_registry() -> None:
-    results = {"machine": {"gpu": {"name": "NVIDIA H100", "capability": "9.0"}}}
-    results |= {"records": [times(151_936, 0.8), times(151_936, 0.9, dtype="float32")]}
-    tuned = times(32_000, None)
-    tuned["rows"].append({"name": decide.TUNINGS[0].name, "status": "ok", "median_ms": 0.5})
-    text = decide.text([results, {"records": [tuned]}], ["gpu-h100.json"])
-    scope: dict[str, Any] = {"Default": Default, "torch": torch}
-    exec(text, scope)
-    both = Default("cuda", (9, 0), 151_936, (torch.bfloat16, torch.float32), ("in place",), True)
-    assert scope["CUDA_DEFAULTS"] == (both, Default("triton"))
-    assert f"0.50 {decide.TUNINGS[0].name}" in text
-    assert f"1.00 {decide.NEW_GRADIENTS[0]}" in text
-    assert "# new gradient, aligned rows, bfloat16: V=32000 1.00, V=151936 1.00" in text

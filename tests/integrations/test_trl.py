@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import runpy
 import types
 from pathlib import Path
@@ -178,18 +177,6 @@ def test_adapters(both: Any, config: Any) -> None:
     assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
 
 
-def test_an_adapter_trained_before(both: Any, model: Path) -> None:
-    """The reference is a copy of the adapter, under a name of its own."""
-
-    def adapted() -> Any:
-        torch.manual_seed(1)
-        return get_peft_model(load(model), LoraConfig(**LORA, init_lora_weights=False))
-
-    mine, theirs = both(model=adapted, **OFF_POLICY, beta=0.1)
-    assert "ref" in mine.trainer.model.peft_config
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
-
-
 def test_lora_on_the_head(tmp_path: Path, model: Path) -> None:
     """Log-probs, and a loss with their gradient, are those of PEFT's own forward."""
     lora = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
@@ -297,13 +284,6 @@ def shard_on_a_rank(rank: int) -> None:
 def test_fsdp2_gives_the_gradient_of_one_process() -> None:
     """Of the model that the trainer scores with; accelerate does not shard on a CPU."""
     on_ranks(2, shard_on_a_rank)
-
-
-def test_own_generation(both: Any) -> None:
-    """With TRL's own sampling in place of the fixed completions: the model still generates as before."""
-    mine, theirs = both(**ON_POLICY, trainer_options={"rollout_func": None})
-    assert "position_ids" in inspect.signature(mine.trainer.model.forward).parameters  # generate asks for it
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
 
 
 def test_the_example_learns() -> None:
