@@ -208,6 +208,22 @@ def test_a_cap_far_above_the_logits_is_found() -> None:
         PolicyLoss(Capped(network().config).eval())(**padded())
 
 
+def test_a_check_that_could_not_run_is_not_reported_as_a_measurement() -> None:
+    """Of packed sequences, and of left padding."""
+
+    def fail(_module: Any, _inputs: Any, keywords: dict[str, Any]) -> None:
+        if keywords.get("position_ids") is not None:
+            raise MemoryError("{too} large")
+
+    policy, rows = PolicyLoss(network()), padded()
+    policy.model.model.register_forward_pre_hook(fail, with_kwargs=True)
+    left_padded = rows | {"attention_mask": (torch.arange(rows["mask"].shape[1]) > 0).long().expand(rows["mask"].shape)}
+    for batch, measured in ((packed(), "apart"), (left_padded, "ignore")):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM.*\({too} large\)") as caught:
+            policy(**batch)
+        assert measured not in str(caught.value)
+
+
 def test_a_head_in_bfloat16_under_hidden_states_in_float32() -> None:
     """Mamba keeps its residuals in float32 and rounds them for its head."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import types
 from pathlib import Path
@@ -296,6 +297,13 @@ def shard_on_a_rank(rank: int) -> None:
 def test_fsdp2_gives_the_gradient_of_one_process() -> None:
     """Of the model that the trainer scores with; accelerate does not shard on a CPU."""
     on_ranks(2, shard_on_a_rank)
+
+
+def test_own_generation(both: Any) -> None:
+    """With TRL's own sampling in place of the fixed completions: the model still generates as before."""
+    mine, theirs = both(**ON_POLICY, trainer_options={"rollout_func": None})
+    assert "position_ids" in inspect.signature(mine.trainer.model.forward).parameters  # generate asks for it
+    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
 
 
 def test_the_example_learns() -> None:

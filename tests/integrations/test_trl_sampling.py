@@ -260,7 +260,7 @@ def test_resume(tmp_path: Path, model: Path) -> None:
     surplus = torch.load(tmp_path / f"checkpoint-{step}" / STATE_FILE, weights_only=True)["surplus"]
     assert all(bool(row["prompt_mask"].all()) for group in surplus for row in group["rows"])  # without padding
     assert_resumed(outcome(model, tmp_path, step), whole, step)
-    other = SAMPLING | {"train_dataset": prompts(("mixed",), n=7)}
+    other = SAMPLING | {"train_dataset": prompts(("mixed",), n=30)}
     with pytest.raises(ValueError, match="train_dataset"):
         run(model, tmp_path, Ledger(), **SIX_UPDATES, resume=True, trainer_options=other)
     for path in tmp_path.glob(f"*/{STATE_FILE}"):
