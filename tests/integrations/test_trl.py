@@ -42,8 +42,6 @@ from dapo_kernels.integrations.heads import LogitRule
 from dapo_kernels.integrations.trl import LOGPROBS, ONE_CALL, DapoGRPOTrainer, LossCall, attach_scoring, prompt_counts
 from dapo_runner.run.tiny_model import make_tokenizer
 
-TOLERANCE = 1e-5  # relative, of every logged number
-WEIGHTS = 1e-6
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 MASKED = {"rollouts": {"masked": True}}  # some tokens are a tool's
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -113,7 +111,7 @@ def test_the_same_run(both: Any, case: str) -> None:
     mine, theirs = both(**{**base, "loss_type": "dapo", **(ONE_PASS | TWO_PASSES)[case]})
     assert (mine.trainer.loss_route_reason == "") == (case in ONE_PASS)
     assert mine.trainer.loss_route == (ONE_CALL if case in ONE_PASS else LOGPROBS)
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+    assert_same_run(mine, theirs)
 
 
 class Changes(TrainerCallback):
@@ -131,7 +129,7 @@ def test_settings_may_change_during_training(both: Any) -> None:
     options = {"loss_type": "dapo", "beta": 0.1, "prepare": lambda trainer: trainer.add_callback(Changes(trainer))}
     mine, theirs = both(**OFF_POLICY | options)
     assert mine.trainer.loss_route == LOGPROBS
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+    assert_same_run(mine, theirs)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -167,7 +165,7 @@ def test_importance_weights_of_an_engine(both: Any, mode: str, loss_type: str) -
     mine, theirs = both(rollouts, **OFF_POLICY | options | bounds, prepare=engine)
     assert mine.trainer.loss_route == ONE_CALL
     assert last(mine, "sampling/importance_sampling_ratio/max") > 0
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+    assert_same_run(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_adapters(both: Any, config: Any) -> None:
     mine, theirs = both(**options, trainer_options={"peft_config": config})
     moved = {name for name in mine.weights if not torch.equal(mine.weights[name], mine.start[name])}
     assert any("lm_head" in name for name in moved) == head
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+    assert_same_run(mine, theirs)
 
 
 def test_lora_on_the_head(tmp_path: Path, model: Path) -> None:
@@ -238,7 +236,7 @@ def test_model_families(both: Any, tmp_path: Path, family: str, level: str) -> N
     options = {"loss_type": "grpo", "importance_sampling_level": level, "beta": 0.1, "temperature": 0.8}
     mine, theirs = both(model=folder, **OFF_POLICY | options | {"learning_rate": 0.05})
     assert family != "mixtral" or last(mine, "aux_loss") > 0
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+    assert_same_run(mine, theirs)
 
 
 @pytest.mark.parametrize(("loss_type", "weights"), [("dapo", torch.float32), ("vespo", torch.bfloat16)])
@@ -303,7 +301,7 @@ def test_own_generation(both: Any) -> None:
     """With TRL's own sampling in place of the fixed completions: the model still generates as before."""
     mine, theirs = both(**ON_POLICY, trainer_options={"rollout_func": None})
     assert "position_ids" in inspect.signature(mine.trainer.model.forward).parameters  # generate asks for it
-    assert_same_run(mine, theirs, TOLERANCE, WEIGHTS)
+    assert_same_run(mine, theirs)
 
 
 def test_the_example_learns() -> None:

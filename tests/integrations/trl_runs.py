@@ -152,19 +152,19 @@ def train(
     return Run(trainer, trainer.state.log_history, weights, start)
 
 
-def assert_same_run(ours: Run, theirs: Run, tolerance: float, weight_tolerance: float) -> None:
+def assert_same_run(ours: Run, theirs: Run) -> None:
     """The same metrics under the same names at every step, and the same weights at the end, after real movement."""
     assert len(ours.log) == len(theirs.log)
     for mine, other in zip(ours.log, theirs.log, strict=True):
         assert mine.keys() == other.keys()
         for name in (name for name in mine if not name.endswith(TIMES)):
             difference = abs(mine[name] - other[name])
-            assert difference <= tolerance * max(1.0, abs(other[name])), (name, mine["step"], mine[name], other[name])
+            assert difference <= 1e-5 * max(1.0, abs(other[name])), (name, mine["step"], mine[name], other[name])
     moved = max(float((theirs.weights[name] - theirs.start[name]).abs().max()) for name in theirs.weights)
-    assert moved > 100 * weight_tolerance
+    assert moved > 1e-4
     assert ours.weights.keys() == theirs.weights.keys()
     for name, weight in theirs.weights.items():
-        torch.testing.assert_close(ours.weights[name], weight, atol=weight_tolerance, rtol=weight_tolerance, msg=name)
+        torch.testing.assert_close(ours.weights[name], weight, atol=1e-6, rtol=1e-6, msg=name)
 
 
 def load(folder: Path, **options: Any) -> Any:
