@@ -1,4 +1,4 @@
-"""Rows of the objectives table as options of the oracle, and one call of a loss held against the oracle."""
+"""Rows of the objectives table as options of the oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, Solution, rows_of, selection_mask, solve
-from closeness import as_accurate
 from entries import call, token_values
 from oracle import PROMPT_MEAN, Options, batch_selection, share_down
 
@@ -86,15 +85,3 @@ def check_metrics(out: Any, truth: Solution) -> None:
     for key, value in truth.metrics.items():
         if key != "entropy" or out.entropy is not None:
             assert float(out.metrics[key]) == pytest.approx(value, rel=3e-5, abs=1e-4), key
-
-
-def check_call(
-    entry: str, problem: Problem, case: Case, name: str, layout: str, keywords: dict[str, Any], multiple: float = 3.0
-) -> None:
-    out, grads = problem.call(entry, name, case, layout, **keywords)
-    truth, eager = problem.truth, problem.eager
-    as_accurate(out.loss, truth.loss, eager.loss, what=f"{entry} loss", scale=max(1.0, abs(float(truth.loss))))
-    for key, grad in grads.items():
-        what = f"{entry} {key} gradient"
-        as_accurate(grad, truth.grads[key], eager.grads[key], what=what, multiple=multiple)
-    check_metrics(out, truth)

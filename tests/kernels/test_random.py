@@ -84,7 +84,7 @@ def problems(draw: st.DrawFn) -> tuple[str, torch.dtype, Case]:
     shared: dict[str, Any] = {
         "dtype": dtype,
         "seed": draw(st.integers(0, 2**31)),
-        "dead": draw(st.sampled_from([0.0, 0.3, 0.8])),
+        "dead": draw(st.sampled_from([0.0, 0.3, 0.8, 1.0])),
         "temperature": tau,
     }
     if entry == "linear":
@@ -161,6 +161,7 @@ CALLS = st.fixed_dictionaries(
         "strides": st.sampled_from(["dense", "spread", "transposed"]),
         "rows_in_chunk": st.sampled_from([None, 0, 1, 3.5, 6, 12]),
         "wide": st.booleans(),
+        "mask": st.sampled_from([torch.bool, torch.bool, torch.uint8, torch.int64, torch.float32]),
     }
 )
 
@@ -188,7 +189,7 @@ def test_no_combination_disagrees_with_float64(
     solved = Problem(leaves, o, dtype=dtype, grad_output=at["grad_output"], **how)
     truth, eager, live = solved.truth, solved.eager, case.mask
     of_rows: dict[str, Any] = {}
-    shown = poisoned(leaves if entry == "policy" else case, *at["garbage"])
+    shown = dataclasses.replace(poisoned(leaves, *at["garbage"]), mask=live.to(at["mask"]))
     if entry != "policy":
         vocab = len(case.leaves["weight"]) if entry == "linear" else case.leaves["logits"].shape[1]
         shown, of_rows = with_padding(shown, at["padding"]), {"valid_vocab": vocab, "entropy": at["entropy"]}
