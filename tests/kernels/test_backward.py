@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ ONCE = ("loss_inplace", "stats_inplace", "linear_loss")
 KINDS = (*REPEATABLE, *ONCE)
 
 
-def case_of(kind: str, dtype: torch.dtype = torch.float32) -> Case:
-    return (linear_case if kind.startswith("linear") else logits_case)(37, dtype=dtype, seed=112)
+def case_of(kind: str) -> Case:
+    return (linear_case if kind.startswith("linear") else logits_case)(37, seed=112)
 
 
 def scalar(kind: str, case: Case, *x: Tensor) -> Tensor:
@@ -43,41 +43,32 @@ def leaves_of(kind: str, case: Case) -> list[Tensor]:
     return [case.ref_logprobs.clone().requires_grad_()] if kind == "policy" else list(case.fresh().values())
 
 
-def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+def build(kind: str) -> tuple[Tensor, list[Tensor]]:
     """A scalar and its leaves. In place it consumes a tensor that is not the leaf, as in a model."""
-    case = case_of(kind, dtype)
+    case = case_of(kind)
     leaves = leaves_of(kind, case)
     return scalar(kind, case, *(leaf * 1 for leaf in leaves)), leaves
 
 
-def gradients(kind: str, factor: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    loss, leaves = build(kind, dtype)
+def gradients(kind: str, factor: float = 1.0) -> list[Tensor]:
+    loss, leaves = build(kind)
     (loss * factor).backward()
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_grad_output(backend: str, kind: str) -> None:
-    """Powers of two scale exactly, in every dtype with room for them."""
-    for dtype in (torch.float32, torch.bfloat16):
-        once = gradients(kind, dtype=dtype)
-        assert all(float(grad.abs().max()) > 0 for grad in once)
-        for factor in (-2.0, 0.5, 0.0, 1024.0):
-            for a, b in zip(once, gradients(kind, factor, dtype), strict=True):
-                torch.testing.assert_close(b, a * factor, rtol=2e-6 if dtype == torch.float32 else 8e-3, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_used_twice_one_input_alone_and_gradients_that_stay(backend: str, kind: str) -> None:
     """In one expression; another call's backward does not reuse the storage of the first one's gradient."""
     loss, leaves = build(kind)
-    (loss + 2 * loss).backward()
+    (loss - 3 * loss).backward()
     once = gradients(kind)
     copies = [grad.clone() for grad in once]
     for i, (leaf, grad) in enumerate(zip(leaves, once, strict=True)):
-        torch.testing.assert_close(leaf.grad, 3 * grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(leaf.grad, -2 * grad, rtol=1e-5, atol=1e-6)
         loss, others = build(kind)
         torch.testing.assert_close(*torch.autograd.grad(loss, others[i]), grad, rtol=1e-6, atol=1e-9)
+        assert grad.any()
+    assert not any(grad.any() for grad in gradients(kind, 0.0))
     assert all(torch.equal(grad, copy) for grad, copy in zip(once, copies, strict=True))
 
 
@@ -115,18 +106,6 @@ def test_a_second_derivative_is_refused(backend: str, kind: str) -> None:
         torch.autograd.functional.hessian(loss, leaves[0].detach())
     with pytest.raises(RuntimeError):
         penalty()
-
-
-@pytest.mark.parametrize("kind", ["loss", "loss, gspo", "loss_inplace", "linear_loss", "policy"])
-def test_only_the_policy_gets_a_gradient(backend: str, kind: str) -> None:
-    case = case_of(kind)
-    case.old_logprobs.requires_grad_()
-    case.advantages.requires_grad_()
-    leaves = leaves_of(kind, case)
-    scalar(kind, case, *(leaf * 1 for leaf in leaves)).backward()
-    assert all(leaf.grad is not None for leaf in leaves)
-    assert case.old_logprobs.grad is None
-    assert case.advantages.grad is None
 
 
 def test_forward_mode_is_refused() -> None:
@@ -171,43 +150,43 @@ def test_autocast_around_the_call(backend: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_graph(backend: str, kind: str) -> None:
-    """no_grad, inference_mode and constants: the same numbers, nothing to differentiate."""
+def test_without_a_graph_and_of_constants(backend: str, kind: str) -> None:
+    """no_grad, inference_mode and constants: the same numbers. Old log-probs and advantages are constants, too."""
     expected, leaves = build(kind)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             loss, _ = build(kind)
         assert not loss.requires_grad
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-7)
-    assert not scalar(kind.removesuffix("_inplace"), case_of(kind), *(leaf.detach() for leaf in leaves)).requires_grad
-
-
-def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
-    return -logprobs * tokens.advantages
+    case = case_of(kind)
+    if "stats" not in kind:
+        for x in (case.old_logprobs, case.advantages):
+            x.requires_grad_()
+    assert not scalar(kind.removesuffix("_inplace"), case, *(leaf.detach() for leaf in leaves)).requires_grad
 
 
 def test_nothing_outlives_a_call() -> None:
     """No cycle holds logits or gradients until the next collection: on a GPU that would be the memory of many steps."""
-    calls: dict[str, Callable[[list[Tensor], Case], Tensor]] = {}
-    for kind in KINDS:
-        calls[kind] = lambda x, case, kind=kind: scalar(kind, case, *x)
-    for kind, function in (("loss", dapo_loss), ("linear_loss", linear_dapo_loss)):
-        calls[f"{kind} own"] = lambda x, case, function=function: (
-            function(*x, case.target_ids, None, case.advantages, objective=own_loss).loss
-        )
+
+    def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
+        return -logprobs * tokens.advantages
+
     gc.collect()
     gc.disable()
     try:
-        for kind, run in calls.items():
-            for backwards in (True, False):
-                case = case_of(kind)
-                x = [leaf * 1.0 for leaf in leaves_of(kind, case)]
-                alive = [weakref.ref(tensor) for tensor in x]
-                loss = run(x, case)
-                if backwards:
-                    loss.backward()
-                del loss, x
-                assert [ref() for ref in alive] == [None] * len(alive), kind
+        for kind, backwards in itertools.product((*KINDS, "loss, own", "linear_loss, own"), (True, False)):
+            case = case_of(kind)
+            x = [leaf * 1.0 for leaf in leaves_of(kind, case)]
+            alive = [weakref.ref(tensor) for tensor in x]
+            if kind.endswith("own"):
+                function = linear_dapo_loss if kind.startswith("linear") else dapo_loss
+                loss = function(*x, case.target_ids, None, case.advantages, objective=own_loss).loss
+            else:
+                loss = scalar(kind, case, *x)
+            if backwards:
+                loss.backward()
+            del loss, x
+            assert [ref() for ref in alive] == [None] * len(alive), kind
     finally:
         gc.enable()
 
