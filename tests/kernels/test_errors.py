@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
+import itertools
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,11 +58,10 @@ def good(function: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in parameters and name in needed}
 
 
-def padded(function: str) -> dict[str, Any]:
-    flat = good(function)
-    flat.pop("cu_seqlens", None)
-    head = ("weight", "objective")
-    return {k: v if k in head else v.reshape(2, 3, *v.shape[1:]) for k, v in flat.items()}
+def as_padded(arguments: dict[str, Any]) -> dict[str, Any]:
+    flat = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
+    is_per_token = {name: isinstance(x, Tensor) and x.shape[:1] == (T,) for name, x in flat.items()}
+    return {name: x.reshape(2, 3, *x.shape[1:]) if is_per_token[name] else x for name, x in flat.items()}
 
 
 def run(function: str, arguments: dict[str, Any]) -> Any:
@@ -85,44 +84,12 @@ FUNCTIONS += ("preference_loss_from_logprobs", "policy_loss_from_logits", "polic
 def test_good_calls_run_and_a_bad_one_names_its_function(function: str) -> None:
     arguments = good(function)
     run(function, arguments)
-    run(function, padded(function))
+    run(function, as_padded(arguments))
     first = next(iter(arguments))
     refused(TypeError, function, {**arguments, first: "text"}, function, first, "str")
 
 
 # --- one argument, or two that do not fit -----------------------------------------------------------------
-
-OUT_OF_RANGE: dict[str, list[Any]] = {
-    "dual_clip": [1.0, 0.5, math.nan],
-    "clip_low": [-0.1, 1.1],
-    "clip_high": [-0.1, math.nan, Fraction(1, 2)],
-    "length_norm": [0.0, -4.0],
-    "kl_coef": [math.nan, -0.1, Fraction(1, 2)],
-    "entropy_coef": [math.nan, math.inf, True],
-    "surrogate": ["clipp"],
-    "kl_estimator": ["k4"],
-    "kl_to": ["new"],
-    "kl_through_ratio": [1],
-    "aggregate": ["mean"],
-    "ratio": ["sentence"],
-    "off_policy_mask": [-0.1],
-    "vespo": [(1.0, 2.0), (1.0, 1.0, 0.0, 1.0)],
-    "top_entropy": [0.0, 1.5],
-    "max_old_prob": [0.0, 1.5],
-    "sapo_tau": [(0.0, 1.0), 1.0],
-    "clip_cov": [(0.1, 1.0), (0.0, 1.0, 5.0), (1.5, 1.0, 5.0), (0.1, 5.0, 1.0)],
-    "kl_cov": [(0.1, math.nan), (1.5, 1.0)],
-}
-
-
-@pytest.mark.parametrize("field", OUT_OF_RANGE)
-def test_a_field_out_of_range(field: str) -> None:
-    """As a keyword of a call, and of an objective made beforehand."""
-    for value in OUT_OF_RANGE[field]:
-        words = (field, str(value)) if isinstance(value, (str, float)) else (field,)
-        refused(ValueError, "dapo_loss", {**good("dapo_loss"), field: value}, *words)
-        with pytest.raises(ValueError, match=field):
-            dataclasses.replace(OBJECTIVES["dapo"], **{field: value})
 
 
 def own_loss(logprobs: Tensor, entropy: Tensor | None, tokens: Any) -> Tensor:
@@ -137,11 +104,9 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"objective": "reinforce", "clip_high": 0.3}, ("reinforce", "clip_high")),
     ({"objective": "reinforce", "dual_clip": 3.0}, ("reinforce", "dual_clip")),
     ({"objective": "sapo", "clip_low": 0.3}, ("sapo", "clip_low")),
-    ({"objective": "cispo", "dual_clip": 3.0}, ("cispo", "dual_clip")),
     ({"objective": "cispo", "ratio": "sequence_clipped"}, ("cispo", "sequence_clipped")),
     ({"objective": "gmpo", "dual_clip": 3.0}, ("dual_clip", "sequence_clipped")),
     ({"objective": "dppo_tv", "ratio": "sequence"}, ("dppo_tv", "ratio")),
-    ({"objective": "dppo_kl", "sapo_tau": (1.0, 2.0)}, ("dppo_kl", "sapo_tau")),
     ({"sapo_tau": (1.0, 2.0)}, ("sapo_tau", "clip")),
     ({"objective": "dro", "kl_estimator": "k1"}, ("kl_to", "k1")),
     ({"kl_estimator": "k1", "kl_through_ratio": True}, ("kl_through_ratio", "k1")),
@@ -149,7 +114,6 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"kl_through_ratio": True}, ("kl_through_ratio", "kl_coef")),
     ({"kl_to": "old"}, ("kl_to", "kl_coef")),
     ({"top_entropy": 0.5, "clip_cov": COV}, ("top_entropy", "clip_cov")),
-    ({"clip_cov": COV, "kl_cov": (0.1, 1.0)}, ("clip_cov", "kl_cov")),
     ({"length_norm": 8.0}, ("length_norm", "token-mean")),
     ({"objective": own_loss, "clip_high": 0.3}, ("clip_high",)),
     ({"objective": own_loss, "kl_cov": (0.1, 1.0)}, ("kl_cov",)),
@@ -181,19 +145,6 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"group_ids": GROUPS}, ("group_ids", PROMPT_MEAN["aggregate"], "token-mean")),
     ({"group_tokens": GROUPS + 9, "aggregate": "seq-mean-token-mean"}, ("group_tokens", "seq-mean-token-mean")),
 ]
-OF_EVERY_LOSS: list[tuple[str, list[Any], Any, dict[str, Any]]] = [
-    ("objective", [3, Objective], TypeError, {}),
-    ("denominator", [0, 0.0, -1.0, math.nan, math.inf, torch.tensor(0.0), torch.tensor(math.nan)], ValueError, {}),
-    ("denominator", [torch.ones(2), "many", True, Fraction(6)], REFUSALS, {}),
-    ("generator", [3, "seed"], TypeError, {"objective": "clip_cov"}),
-    ("selection", ["text", [True] * T, 1j, IDS, BOOLS[:5]], REFUSALS, {"top_entropy": 0.5}),
-    ("group_ids", [GROUPS[:2], torch.zeros(T, dtype=torch.int64), torch.tensor(1)], ValueError, PROMPT_MEAN),
-    ("group_ids", [GROUPS.float(), GROUPS.bool(), [0, 1, 0]], TypeError, PROMPT_MEAN),
-    ("group_tokens", [GROUPS.bool(), 5], TypeError, {**PROMPT_MEAN, "group_ids": GROUPS}),
-    ("group_tokens", [torch.ones(2)], ValueError, {**PROMPT_MEAN, "group_ids": GROUPS}),
-]
-KEYWORDS = {"clip_hihg": "clip_high", "epsilon": "clip_low", "epsilon_high": "clip_high", "beta": "kl_coef"}
-KEYWORDS["loss_type"] = "objective"
 
 
 @pytest.mark.parametrize(("changes", "words"), WITHOUT_MEANING, ids=lambda v: "-".join(v))
@@ -212,37 +163,28 @@ def test_a_schedule_of_kl_coef_may_reach_zero(changes: dict[str, Any]) -> None:
         assert torch.equal(run(function, {**fields, **changes}).loss, expected)
 
 
-@pytest.mark.parametrize(("name", "values", "error", "others"), OF_EVERY_LOSS, ids=lambda v: v if v is str(v) else "")
-def test_a_wrong_value_for_every_loss(name: str, values: list[Any], error: Any, others: dict[str, Any]) -> None:
-    for function in LOSSES:
-        for value in values:
-            got = str(list(value.shape)) if isinstance(value, Tensor) and error is ValueError and value.dim() else ""
-            refused(error, function, {**good(function), **others, name: value}, name, got)
+KEYWORDS = {"clip_hihg": "clip_high", "epsilon": "clip_low", "loss_type": "objective", "beta": "kl_coef"}
 
 
 def test_an_unknown_name_lists_the_known_and_a_keyword_that_is_not_ours_gets_a_suggestion() -> None:
-    for function in LOSSES:
-        refused(ValueError, function, {**good(function), "objective": "dapo2"}, "dapo2", *OBJECTIVES)
-        for keyword, ours in KEYWORDS.items():
-            refused(TypeError, function, {**good(function), keyword: 0.1}, repr(keyword), repr(ours), *FIELDS)
+    refused(ValueError, "dapo_loss", {**good("dapo_loss"), "objective": "dapo2"}, "dapo2", *OBJECTIVES)
+    for function, (keyword, ours) in itertools.product(LOSSES, KEYWORDS.items()):
+        refused(TypeError, function, {**good(function), keyword: 0.1}, repr(keyword), repr(ours), *FIELDS)
     with pytest.raises(TypeError, match=r"^[^']*'temperature'[^']*$"):  # which other losses take
         run("policy_loss", {**good("policy_loss"), "temperature": 1.0})
 
 
 OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "logits", torch.ones(V), ValueError, ("[11]",)),
-    ("dapo_loss", "logits", torch.ones(T, V, dtype=torch.int64), TypeError, ("int64",)),
-    ("dapo_loss", "target_ids", IDS.float(), TypeError, ("float32",)),
     ("dapo_loss", "advantages", torch.ones(32, 128), ValueError, ("[T]=[6]", "[S]=[3]", "[32, 128]")),
     ("dapo_loss", "mask", torch.full((T,), 0.5), ValueError, ("importance_weights",)),
     ("dapo_loss", "inplace_backward", 1, TypeError, ("True", "False")),
     *(("dapo_loss", "cu_seqlens", torch.tensor(x).int(), ValueError, ()) for x in ([0, 5], [0, 7], [1, 6], [6], [])),
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
     ("dapo_loss", "cu_seqlens", BOUNDS.to("meta"), ValueError, ("meta",)),
-    ("policy_loss", "logprobs", torch.tensor(-1.0), ValueError, ("[]",)),
+    ("dapo_loss", "cu_seqlens", {**as_padded(good("dapo_loss")), "cu_seqlens": BOUNDS}, ValueError, ("[2, 3]",)),
     ("policy_loss", "entropy_coef", 0.1, ValueError, ("entropy",)),
     ("policy_loss", "top_entropy", 0.5, ValueError, ("entropy",)),
-    ("linear_dapo_loss", "hidden", torch.ones(T, H).int(), TypeError, ("int32",)),
     ("linear_dapo_loss", "weight", torch.ones(V, H + 1), ValueError, ("[11, 5]", "4")),
     ("linear_dapo_loss", "weight", torch.ones(V, H).bfloat16(), TypeError, ("bfloat16", "float32")),
     ("linear_dapo_loss", "weight", torch.ones(V, H, device="meta"), ValueError, ("meta",)),
@@ -273,40 +215,15 @@ def test_a_wrong_value_for_one_function(function: str, name: str, value: Any, er
     refused(error, function, {**good(function), **changes}, name, *words)
 
 
-@pytest.mark.parametrize("function", ["dapo_loss", "linear_dapo_loss", "token_logprobs", "linear_token_logprobs"])
-def test_a_temperature_or_vocabulary_out_of_range(function: str) -> None:
-    for name, values in (
-        ("temperature", (0.0, 1e-50, -0.5, math.nan, math.inf)),
-        ("valid_vocab", (0, V + 1, "11", True)),
-    ):
-        for value in values:
-            refused(ValueError, function, {**good(function), name: value}, name, str(value))
-
-
-def test_of_the_padded_layout() -> None:
-    per_token = ("target_ids", "old_logprobs", "mask", "ref_logprobs", "importance_weights", "advantages")
-    for name in per_token:
-        value = torch.ones(T, dtype=torch.int64 if name == "target_ids" else torch.float32)
-        kl = {"kl_coef": 0.1, "ref_logprobs": LOGPROBS.view(2, 3)}
-        for wrong in (value, value[0], value[:4].view(2, 2)):
-            refused(ValueError, "dapo_loss", {**padded("dapo_loss"), **kl, name: wrong}, name, "[2, 3]")
-    refused(ValueError, "dapo_loss", {**padded("dapo_loss"), "cu_seqlens": BOUNDS}, "cu_seqlens", "[2, 3]")
-    groups = {**padded("dapo_loss"), **PROMPT_MEAN, "group_ids": GROUPS}
-    refused(ValueError, "dapo_loss", groups, "group_ids", "[B]=[2]")
-
-
-@pytest.mark.parametrize(
-    "function", [name for name in FUNCTIONS if name not in ("policy_loss", "preference_loss_from_logprobs")]
-)
-def test_rows_that_are_not_shifted_are_named(function: str) -> None:  # fmt: skip
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if {"logits", "hidden"} & set(good(name))])
+def test_rows_that_are_not_shifted_are_named(function: str) -> None:
     """All positions beside targets from the second one on. Packed log-probs alone know no bounds."""
-    rows, layouts = "hidden" if "hidden" in good(function) else "logits", []
-    flat = good(function)
+    flat, square = good(function), as_padded(good(function))
+    rows = "hidden" if "hidden" in flat else "logits"
+    layouts = [{**square, rows: torch.cat([square[rows], square[rows][:, :1]], 1)}]
     if "cu_seqlens" in flat:
         n = flat["cu_seqlens"].numel() - 1
         layouts.append({**flat, rows: torch.cat([flat[rows], flat[rows][:n]])})
-    square = padded(function)
-    layouts.append({**square, rows: torch.cat([square[rows], square[rows][:, :1]], 1)})
     for arguments in layouts:
         refused(ValueError, function, arguments, rows, "shifted", "target_ids")
 
@@ -355,22 +272,51 @@ WRONG_TENSORS: list[Any] = [
     torch.zeros(3, T, dtype=torch.int64),
 ]
 WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), torch.zeros(3, 3), 1j]
-# Values in the lists above that these arguments do take.
+# And values that are wrong for one of them.
+WRONG: dict[str, list[Any]] = {
+    "objective": [Objective],
+    "denominator": [math.inf, True, Fraction(6), torch.tensor(0.0), torch.tensor(math.nan), torch.ones(2)],
+    "temperature": [1e-50, math.inf],
+    "valid_vocab": [V + 1, True],
+    "dual_clip": [1.0, 0.5],
+    "clip_low": [1.1],
+    "clip_high": [Fraction(1, 2)],
+    "entropy_coef": [math.inf, True],
+    "kl_through_ratio": [1],
+    "vespo": [(1.0, 2.0), (1.0, 1.0, 0.0, 1.0)],
+    "top_entropy": [1.5],
+    "max_old_prob": [1.5],
+    "sapo_tau": [(0.0, 1.0), 1.0],
+    "clip_cov": [(0.1, 1.0), (0.0, 1.0, 5.0), (1.5, 1.0, 5.0), (0.1, 5.0, 1.0)],
+    "kl_cov": [(0.1, math.nan), (1.5, 1.0)],
+    "generator": ["seed"],
+    "selection": [[True] * T, IDS, BOOLS[:5]],
+    "group_ids": [GROUPS[:2], torch.zeros(T, dtype=torch.int64), torch.tensor(1), GROUPS.float(), GROUPS.bool()],
+    "group_tokens": [GROUPS.bool(), torch.ones(2)],
+}
+# What they are read with.
+BESIDE: dict[str, dict[str, Any]] = {
+    "generator": {"objective": "clip_cov"},
+    "selection": {"top_entropy": 0.5},
+    "group_ids": PROMPT_MEAN,
+    "group_tokens": {**PROMPT_MEAN, "group_ids": GROUPS},
+}
+# Values of the lists above that these arguments do take.
 TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("clip_low", "clip_high"), (0.0,)),
     "entropy_coef": (0.0, -1.0),
-    "kl_coef": (),
-    "kl_through_ratio": (),
     "off_policy_mask": (0.0, None),
+    "selection": (math.nan, -1.0, 0.0, None),
     **dict.fromkeys(("softcap", "chunk_bytes", "denominator", "dual_clip", "length_norm", "top_entropy"), (None,)),
     **dict.fromkeys(("clip_cov", "kl_cov", "max_old_prob", "vespo", "bias", "mask", "importance_weights"), (None,)),
+    **dict.fromkeys(("generator", "group_tokens", "valid_vocab"), (None,)),
 }
 
 
 def with_most_arguments(function: str) -> dict[str, Any]:
     more: dict[str, Any] = {"mask": IDS < 5, "temperature": 1.0, "bias": torch.zeros(V), "softcap": 9.0}
     more |= {"chunk_bytes": 4096, "importance_weights": torch.ones(T), "ref_logprobs": LOGPROBS, "kl_coef": 0.1}
-    more |= {"denominator": 4.0, "entropy": torch.ones(T)} if function == "policy_loss" else {"denominator": 4.0}
+    more |= {"denominator": 4.0, "valid_vocab": V, **({"entropy": torch.ones(T)} if function == "policy_loss" else {})}
     known = inspect.signature(getattr(dapo_kernels, function)).parameters
     return {**good(function), **{name: value for name, value in more.items() if name in known}}
 
@@ -379,15 +325,13 @@ def with_most_arguments(function: str) -> dict[str, Any]:
 def test_a_wrong_argument_is_named(function: str) -> None:
     """One argument wrong, the others right: refused at the boundary, by its name."""
     right = with_most_arguments(function)
-    for name in sorted({*right, *(FIELDS if function in LOSSES else ())} - {"objective"}):
-        for value in WRONG_TENSORS if name in TENSORS else WRONG_NUMBERS:
+    for name in sorted({*right, *((*FIELDS, *BESIDE) if function in LOSSES else ())}):
+        for value in WRONG_TENSORS if name in TENSORS else [*WRONG_NUMBERS, *WRONG.get(name, ())]:
             if any(value is ok or (isinstance(value, float) and value == ok) for ok in TAKEN.get(name, ())):
                 continue
             if isinstance(value, Tensor) and name == next(iter(right)) and value.dim() in (1, 3):
                 continue  # the first argument sets the layout: another shape or device makes the others wrong
-            with pytest.raises(REFUSALS) as caught:
-                run(function, {**right, name: value})
-            assert name in str(caught.value), f"{function}({name}={value!r}): {caught.value}"
+            refused(REFUSALS, function, {**right, **BESIDE.get(name, {}), name: value}, name)
 
 
 @given(
@@ -410,12 +354,11 @@ def test_any_mixture_of_arguments_runs_or_is_refused(function: str, objective: s
         del arguments["kl_coef"]
         if "ref_logprobs" not in changes:
             del arguments["ref_logprobs"]
-    message = ""
     try:
         assert bool(run(function, arguments).loss.isfinite()), (function, objective, changes)
     except REFUSALS as error:
         message = str(error)
-    assert not message or any(name in message for name in [*arguments, *FIELDS]), message
+        assert any(name in message for name in [*arguments, *FIELDS]), message
 
 
 # --- log-probs --------------------------------------------------------------------------------------------
@@ -436,14 +379,16 @@ WITH_LOGPROBS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", [good, padded], ids=["packed", "padded"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize(("function", "name", "changes"), WITH_LOGPROBS)
-def test_probabilities_are_no_logprobs(function: str, name: str, changes: dict[str, Any], layout: Any) -> None:
+def test_probabilities_are_no_logprobs(function: str, name: str, changes: dict[str, Any], is_padded: bool) -> None:
     """Also one of many; not a dead token's, not a NaN, and not what rounding puts above 0."""
-    arguments = {**layout(function), **changes}
-    if layout is padded and "ref_logprobs" in changes:
-        arguments["ref_logprobs"] = torch.full((2,), -4.0)
-    right = arguments.get(name, LOGPROBS.view(arguments["advantages"].shape) if "advantages" in arguments else None)
+    arguments = {**good(function), **changes}
+    right = arguments.get(name, LOGPROBS)
+    if is_padded:
+        arguments = as_padded(arguments)
+        right = right.view(2, 3) if right.numel() == T else right[:2]
+        arguments |= {name: right}
     run(function, {**arguments, name: right})
     refused(ValueError, function, {**arguments, name: right.exp()}, name)
     for bad, is_refused in ((math.inf, True), (math.nan, False), (-math.inf, False), (1e-4, False), (0.3, True)):
@@ -495,10 +440,8 @@ def chosen() -> str:
 
 
 def test_a_backend_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="'fast'") as caught, use_backend("fast"):
+    with pytest.raises(ValueError, match=r"'fast'.*torch.*cpp"), use_backend("fast"):
         pass
-    assert "torch" in str(caught.value)
-    assert "cpp" in str(caught.value)
     for name, reason in available_backends().items():
         if reason is not None:
             with pytest.raises(RuntimeError, match=name), use_backend(name):
