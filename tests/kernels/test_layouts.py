@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import Case, call_linear, call_logits, dtypes_of, linear_case, logits_case, pad, unpad
 from closeness import EPS
+from entries import call
 from torch import Tensor
 
 from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, token_logprobs, use_backend
@@ -118,30 +119,16 @@ def test_thread_count_changes_no_bit(restore_threads: None, n_tokens: int, vocab
             assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
-def strided_variants(logits: Tensor) -> dict[str, Tensor]:
-    """The same [T, V] values under other strides. NaN lies between the elements."""
-    n_tokens, vocab = logits.shape
-    wide = torch.full((2 * n_tokens, 2 * vocab + 5), math.nan, dtype=logits.dtype)
-    views = {
-        "transposed": torch.empty_like(logits.T).T,
-        "columns of a wider one": wide.clone()[:n_tokens, 2 : 2 + vocab],
-        "every second column": wide.clone()[:n_tokens, : 2 * vocab : 2],
-        "every second row": wide.clone()[::2, :vocab],
-        "storage offset": wide.clone().flatten()[3 : 3 + logits.numel()].view(n_tokens, vocab),
-    }
-    return {name: view.copy_(logits) for name, view in views.items()}
-
-
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-def test_strided_logits(backend: str, inplace: bool) -> None:
+@pytest.mark.parametrize("strides", ["spread", "transposed"])
+@pytest.mark.parametrize("entry", ["logits", "inplace"])
+def test_strided_logits(backend: str, entry: str, strides: str) -> None:
+    """Columns that do not lie side by side. `test_backends.py` has rows that do not."""
     for dtype in dtypes_of(backend):
         case = logits_case(vocab=67, dtype=dtype, seed=95)
-        plain, grad = run(case)
-        for name, view in strided_variants(case.leaves["logits"]).items():
-            given = {**case.tensors(*PER_TOKEN), "cu_seqlens": case.cu_seqlens}
-            out, strided_grad = run_on(view.requires_grad_(), given, inplace_backward=inplace)
-            torch.testing.assert_close(out.logprobs, plain.logprobs, rtol=0, atol=1e-6, msg=name)
-            torch.testing.assert_close(strided_grad, grad, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+        given = {**OPTIONS, "ref_logprobs": case.ref_logprobs}
+        (plain, grads), (out, strided) = (call(entry, case, "ppo", strides=x, **given) for x in ("dense", strides))
+        torch.testing.assert_close(out.logprobs, plain.logprobs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(strided, grads, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
@@ -194,18 +181,6 @@ def test_strided_gradients_come_back(backend: str) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-6)
 
 
-def test_expanded_per_token_inputs(backend: str) -> None:
-    case = logits_case(seed=98)
-    numbers = {"importance_weights": 0.5, "temperature": 0.9, "advantages": 0.75}
-    runs = []
-    for expanded in (False, True):
-        given = {name: torch.tensor(x).expand(19) if expanded else torch.full((19,), x) for name, x in numbers.items()}
-        given = {**case.tensors(*PER_TOKEN), "cu_seqlens": case.cu_seqlens, **given}
-        runs.append(run_on(case.fresh()["logits"], given))
-    assert torch.equal(runs[0][0].loss, runs[1][0].loss)
-    assert torch.equal(runs[0][1], runs[1][1])
-
-
 def test_logprobs_agree_between_entry_points(backend: str) -> None:
     """What a trainer stores as old log-probs are the bits that the loss computes, with and without entropy."""
     for dtype in dtypes_of(backend):
@@ -216,5 +191,3 @@ def test_logprobs_agree_between_entry_points(backend: str) -> None:
         logits, given = padded(case, 9)
         of_padded = token_logprobs(logits.nan_to_num(), given["target_ids"]).logprobs
         assert torch.equal(unpad(of_padded, LENGTHS), flat.logprobs)
-        linear, _ = call_linear(linear_dapo_loss, linear_case(dtype=dtype, seed=101, dead=0.0), "dapo", old=None)
-        assert float(linear.metrics["ratio"]) == 19
