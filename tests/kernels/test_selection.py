@@ -79,23 +79,20 @@ def test_clip_cov_draws_evenly_and_from_its_generator_alone() -> None:
     logprobs, advantages, live = -torch.rand(40, generator=g) * 4, torch.randn(40, generator=g), torch.ones(40).bool()
     hit = torch.zeros(40, dtype=torch.int8)
 
-    def drawn(generator: torch.Generator | None) -> tuple[int, ...]:
-        chosen = select.clip_cov(logprobs, advantages, live, hit, (0.1, 0.2, 1.5), generator)
-        return tuple(sorted(indices(chosen)))
+    def drawn(generator: torch.Generator | None) -> set[int]:
+        return indices(select.clip_cov(logprobs, advantages, live, hit, (0.1, 0.2, 1.5), generator))
 
-    before, times = torch.random.get_rng_state(), Counter[int]()
-    for seed in range(600):
-        chosen = drawn(torch.Generator().manual_seed(seed))
+    before, times, one = torch.random.get_rng_state(), Counter[int](), torch.Generator().manual_seed(3)
+    assert drawn(torch.Generator().manual_seed(3)) == drawn(one)
+    for _ in range(600):
+        chosen = drawn(one)
         assert len(chosen) == 4
         times.update(chosen)
+    assert torch.equal(torch.random.get_rng_state(), before), "a generator was given; the global one moved"
     scores = covariances(logprobs.double(), advantages.double(), live.tolist())
     assert set(times) == {t for t, score in scores.items() if 0.2 < score < 1.5}
     expected = 600 * 4 / len(times)
     assert all(abs(n - expected) < 6 * math.sqrt(expected) for n in times.values())
-    assert torch.equal(torch.random.get_rng_state(), before), "a generator was given; the global one moved"
-    assert drawn(torch.Generator().manual_seed(3)) == drawn(torch.Generator().manual_seed(3))
-    one = torch.Generator().manual_seed(0)
-    assert len({drawn(one) for _ in range(8)}) > 1, "the generator does not advance"
     torch.manual_seed(5)
     first = drawn(None)
     torch.manual_seed(5)
@@ -130,10 +127,6 @@ def full_selection(name: str, case: Case) -> Tensor:
     return select.clip_cov(logprobs, case.advantages, case.mask, hit.to(torch.int8), CUTS[name]["clip_cov"], generator)
 
 
-def with_entropy(entry: str, name: str) -> dict[str, Any]:
-    return {"with_entropy": True} if entry == "policy" and name == "top_entropy" else {}
-
-
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", CUTS)
 def test_a_selection_handed_in_is_the_one_that_is_made_and_holds_for_parts(backend: str, name: str, entry: str) -> None:
@@ -141,7 +134,7 @@ def test_a_selection_handed_in_is_the_one_that_is_made_and_holds_for_parts(backe
     case = case_of(entry)
     chosen = full_selection(name, case)
     assert 1 <= int(chosen.sum()) < int(case.mask.sum())
-    shared = {**CUTS[name], **with_entropy(entry, name), "denominator": float(case.mask.sum())}
+    shared = {**CUTS[name], "with_entropy": name == "top_entropy", "denominator": float(case.mask.sum())}
     generator = {"generator": torch.Generator().manual_seed(1)} if name == "clip_cov" else {}
     made, made_grads = call(entry, case, name, **shared, **generator)
     whole, grads = call(entry, case, name, selection=chosen | ~case.mask, **shared)  # it may name dead tokens
@@ -166,9 +159,9 @@ def test_a_threshold_is_the_mask_it_cuts(backend: str, entry: str) -> None:
     case = case_of(entry)
     entropy, chosen = token_values(case)[1], full_selection("top_entropy", case)
     threshold = (entropy[chosen].min() + entropy[case.mask & ~chosen].max()) / 2
-    by_mask, grads = call(entry, case, "top_entropy", selection=chosen, **with_entropy(entry, "top_entropy"))
+    by_mask, grads = call(entry, case, "top_entropy", selection=chosen, with_entropy=True)
     for value in (float(threshold), threshold, threshold.double()):
-        out, got = call(entry, case, "top_entropy", selection=value, **with_entropy(entry, "top_entropy"))
+        out, got = call(entry, case, "top_entropy", selection=value, with_entropy=True)
         torch.testing.assert_close((out.loss, *got.values()), (by_mask.loss, *grads.values()), rtol=1e-5, atol=1e-7)
 
 
