@@ -8,7 +8,6 @@ the rounding of the logits never decides which branch a token takes; the edges h
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -91,16 +90,17 @@ def logits_of(leaves: dict[str, Tensor], softcap: float | None) -> Tensor:
     return logits
 
 
-def _fill_tokens(case: Case, generator: torch.Generator, dead: float, mask: Tensor | None) -> Case:
+def _case_of(
+    leaves: dict[str, Tensor], lengths: Sequence[int], generator: torch.Generator, dead: float, mask: Tensor | None,
+    temperature: float | Tensor, softcap: float | None = None,
+) -> Case:  # fmt: skip
     """Targets drawn from the policy, old log-probs at chosen ratios, a mask with `dead` of the tokens off."""
-    n_tokens = sum(case.lengths)
-    leaves = {name: leaf.double() for name, leaf in case.leaves.items()}
-    with torch.no_grad():
-        logits = logits_of(leaves, case.softcap)
-        per_token = torch.as_tensor(case.temperature, dtype=torch.float64).reshape(-1, 1)
-        logp = torch.log_softmax(logits / per_token, dim=-1)
-    case.target_ids = torch.multinomial(logp.exp(), 1, generator=generator).reshape(n_tokens)
-    picked = logp.gather(1, case.target_ids[:, None])[:, 0]
+    n_tokens = sum(lengths)
+    logits = logits_of({name: leaf.double() for name, leaf in leaves.items()}, softcap)
+    per_token = torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)
+    logp = torch.log_softmax(logits / per_token, dim=-1)
+    target_ids = torch.multinomial(logp.exp(), 1, generator=generator).reshape(n_tokens)
+    picked = logp.gather(1, target_ids[:, None])[:, 0]
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(n_tokens, generator=generator, dtype=torch.float64)
@@ -109,18 +109,20 @@ def _fill_tokens(case: Case, generator: torch.Generator, dead: float, mask: Tens
     choice = torch.randint(len(ratios), (n_tokens,), generator=generator)
     log_ratio = torch.tensor(ratios).double()[choice] + uniform(0, 0.01)
     log_ratio = torch.where(picked > log_ratio, -log_ratio, log_ratio)  # no log-prob is above 0
-    case.old_logprobs = (picked - log_ratio).float()
-    case.ref_logprobs = (picked + uniform(-0.7, 0.7)).clamp(max=0.0).float()
+    ref_logprobs = (picked + uniform(-0.7, 0.7)).clamp(max=0.0)
     sign = torch.randint(2, (n_tokens,), generator=generator) * 2 - 1
-    case.advantages = (sign * uniform(0.2, 2.0)).float()
-    case.importance_weights = uniform(0.3, 2.0).float()
-    case.mask = torch.rand(n_tokens, generator=generator) >= dead if mask is None else mask
-    return case
-
-
-def _empty_case(lengths: Sequence[int], leaves: dict[str, Tensor], **kwargs: Any) -> Case:
-    nothing = torch.empty(0)
-    return Case(nothing, nothing, nothing, nothing, nothing, nothing, lengths=tuple(lengths), leaves=leaves, **kwargs)
+    return Case(
+        target_ids=target_ids,
+        old_logprobs=(picked - log_ratio).float(),
+        ref_logprobs=ref_logprobs.float(),
+        advantages=(sign * uniform(0.2, 2.0)).float(),
+        importance_weights=uniform(0.3, 2.0).float(),
+        mask=torch.rand(n_tokens, generator=generator) >= dead if mask is None else mask,
+        lengths=tuple(lengths),
+        leaves=leaves,
+        temperature=temperature,
+        softcap=softcap,
+    )
 
 
 def logits_case(
@@ -136,10 +138,8 @@ def logits_case(
 ) -> Case:
     """A packed problem at the logits level: ``logits`` is ``[T, V]`` in `dtype`, normal with std `sharpness`."""
     generator = torch.Generator().manual_seed(seed)
-    n_tokens = sum(lengths)
-    logits = (torch.randn(n_tokens, vocab, generator=generator) * sharpness).to(dtype)
-    case = _empty_case(lengths, {"logits": logits}, temperature=temperature)
-    return _fill_tokens(case, generator, dead, mask)
+    logits = (torch.randn(sum(lengths), vocab, generator=generator) * sharpness).to(dtype)
+    return _case_of({"logits": logits}, lengths, generator, dead, mask, temperature)
 
 
 def linear_case(
@@ -160,18 +160,18 @@ def linear_case(
     LoRA factors ``[rank, H]`` and ``[V, rank]``.
     """
     generator = torch.Generator().manual_seed(seed)
-    n_tokens = sum(lengths)
-    leaves = {
-        "hidden": torch.randn(n_tokens, hidden_size, generator=generator).to(dtype),
-        "weight": (torch.randn(vocab, hidden_size, generator=generator) * 2 / math.sqrt(hidden_size)).to(dtype),
-    }
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    scale = hidden_size**-0.5
+    leaves = {"hidden": normal(sum(lengths), hidden_size), "weight": normal(vocab, hidden_size, scale=2 * scale)}
     if bias:
-        leaves["bias"] = torch.randn(vocab, generator=generator).to(dtype)
+        leaves["bias"] = normal(vocab)
     if rank:
-        leaves["lora_a"] = (torch.randn(rank, hidden_size, generator=generator) / math.sqrt(hidden_size)).to(dtype)
-        leaves["lora_b"] = (torch.randn(vocab, rank, generator=generator) / math.sqrt(rank)).to(dtype)
-    case = _empty_case(lengths, leaves, temperature=temperature, softcap=softcap)
-    return _fill_tokens(case, generator, dead, mask)
+        leaves["lora_a"] = normal(rank, hidden_size, scale=scale)
+        leaves["lora_b"] = normal(vocab, rank, scale=rank**-0.5)
+    return _case_of(leaves, lengths, generator, dead, mask, temperature, softcap)
 
 
 @dataclass
@@ -287,43 +287,29 @@ def unpad(padded: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.cat([padded[b, :n] for b, n in enumerate(lengths)])
 
 
-def call_logits(
-    fn: Callable[..., Any], case: Case, objective: str, *, grad_output: float = 1.0, **kwargs: Any
-) -> tuple[Any, Tensor]:
-    """Call a logits-level loss on fresh leaves; returns ``(out, logits gradient)``."""
-    logits = case.fresh()["logits"]
-    kwargs = {"temperature": case.temperature, **kwargs}
-    old, advantages = kwargs.pop("old", case.old_logprobs), kwargs.pop("advantages", case.advantages)
-    out = fn(logits, case.target_ids, old, advantages, objective=objective, **kwargs)
-    (out.loss * grad_output).backward()
-    return out, logits.grad
-
-
 def call_linear(
     fn: Callable[..., Any],
     case: Case,
     objective: str,
     *,
-    needs: Sequence[str] = ("hidden", "weight", "bias", "lora_a", "lora_b"),
+    needs: Sequence[str] = ("logits", "hidden", *HEAD),
     grad_output: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Tensor | None]]:
-    """Call a loss from hidden states; only the leaves in `needs` require a gradient."""
-    leaves = case.fresh()
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(name in needs)
-    kwargs = {"temperature": case.temperature, "softcap": case.softcap, "bias": leaves.get("bias"), **kwargs}
+    """Call a loss; only the leaves in `needs` require a gradient. Returns ``(out, gradients by leaf)``."""
+    leaves = {name: leaf.requires_grad_(name in needs) for name, leaf in case.fresh().items()}
+    given = {"old": case.old_logprobs, "advantages": case.advantages, "temperature": case.temperature, **leaves}
+    if "hidden" in leaves:
+        given["softcap"] = case.softcap
     if "lora_a" in leaves:
-        kwargs["lora"] = LoraFactors(leaves["lora_a"], leaves["lora_b"], LORA_SCALE)
-    old, advantages = kwargs.pop("old", case.old_logprobs), kwargs.pop("advantages", case.advantages)
-    out = fn(
-        leaves["hidden"],
-        leaves["weight"],
-        case.target_ids,
-        old,
-        advantages,
-        objective=objective,
-        **kwargs,
-    )
+        given["lora"] = LoraFactors(given.pop("lora_a"), given.pop("lora_b"), LORA_SCALE)
+    given |= kwargs
+    out = fn(target_ids=case.target_ids, old_logprobs=given.pop("old"), objective=objective, **given)
     (out.loss * grad_output).backward()
     return out, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def call_logits(fn: Callable[..., Any], case: Case, objective: str, **kwargs: Any) -> tuple[Any, Tensor]:
+    """Call a loss from logits. Returns ``(out, logits gradient)``."""
+    out, grads = call_linear(fn, case, objective, **kwargs)
+    return out, grads["logits"]

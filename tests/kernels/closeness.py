@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-EPS = {
-    torch.float64: 2.0**-52,
-    torch.float32: 2.0**-23,
-    torch.bfloat16: 2.0**-7,
-    torch.float16: 2.0**-10,
-}
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 def as_accurate(
@@ -34,10 +29,8 @@ def as_accurate(
     assert worst <= bound, (
         f"{what}: max error {worst:.3e} at {int(error.argmax())}, allowed {bound:.3e} (scale {largest:.3e})"
     )
-    rms, rms_bound = (
-        float(error.square().mean().sqrt()),
-        multiple * float(eager_error.square().mean().sqrt()) + floor,
-    )
+    rms, rms_of_eager = (float(x.square().mean().sqrt()) for x in (error, eager_error))
+    rms_bound = multiple * rms_of_eager + floor
     assert rms <= rms_bound, f"{what}: rms error {rms:.3e}, allowed {rms_bound:.3e}"
 
 

@@ -10,32 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from oracle import Span, binary_divergence, covariances, highest, share_down, share_up
+from oracle import TokenInputs, binary_divergence, covariances, highest, share_down, share_up
 from torch import Tensor
 
 MAX_TOKENS = 12.0  # Dr. GRPO's constant, which its users choose
 
 
 @dataclass
-class Flat:
+class Flat(TokenInputs):
     """What the paper functions read. ``logprobs`` carries the gradient; the rest is constant."""
 
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    ref_logprobs: Tensor
-    live: list[bool]
-    spans: list[Span]
-    entropy: Tensor | None = None
     drawn: frozenset[int] = frozenset()  # Clip-Cov's random index set
-
-    def sequences(self) -> list[list[int]]:
-        """Token indices that train, per sequence; sequences without one are left out."""
-        per_sequence = [[t for t in range(a, b) if self.live[t]] for a, b in self.spans]
-        return [tokens for tokens in per_sequence if tokens]
-
-    def tokens(self) -> list[int]:
-        return [t for tokens in self.sequences() for t in tokens]
 
     def ratio(self, t: int) -> Tensor:
         """r_t = pi(y_t) / pi_old(y_t)."""
@@ -57,7 +42,7 @@ def mean(terms: list[Tensor]) -> Tensor:
 
 def over_tokens(x: Flat, gain: Callable[[int], Tensor]) -> Tensor:
     """-1/sum|o_i| sum_i sum_t gain(t)."""
-    return -mean([gain(t) for t in x.tokens()])
+    return -mean([gain(t) for t in x.tokens])
 
 
 def over_responses(x: Flat, gain: Callable[[list[int]], Tensor]) -> Tensor:
@@ -182,7 +167,7 @@ def kl_cov_paper(x: Flat, beta: float = 1.0, share: float = 2e-4) -> Tensor:
 
 def top_entropy_paper(x: Flat, share: float = 0.2) -> Tensor:
     """Beyond the 80/20 rule (arXiv 2506.01939) eq. 5: DAPO's token mean with the indicator H_t >= tau_share."""
-    kept = highest({t: float(x.entropy[t]) for t in x.tokens()}, share_up(x.live, share))
+    kept = highest({t: float(x.entropy[t]) for t in x.tokens}, share_up(x.live, share))
     return over_tokens(x, lambda t: smaller(x.ratio(t), x.advantages[t], 0.2, 0.28) * (t in kept))
 
 

@@ -46,8 +46,8 @@ def test_a_row_is_its_papers_equation(name: str) -> None:
     problem = Problem(case, o)
 
     def loss_of(x: TokenInputs) -> Tensor:
-        per_token = (x.logprobs, x.old, x.advantages, case.ref_logprobs.double())
-        return PAPERS[name](Flat(*per_token, x.live, list(x.spans), x.entropy.detach(), frozenset(problem.selected)))
+        given = {"ref_logprobs": case.ref_logprobs.double(), "entropy": x.entropy.detach()}
+        return PAPERS[name](Flat(**{**vars(x), **given}, drawn=frozenset(problem.selected)))
 
     paper = solve(case, Options(), loss_of=loss_of)
     with use_backend("torch"):
