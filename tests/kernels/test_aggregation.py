@@ -89,22 +89,6 @@ def test_micro_batches_add_up(
         assert float((added[name] - grad).norm()) <= 2e-6 * float(grad.norm()) + 1e-9
 
 
-@pytest.mark.parametrize(
-    "lengths", [LENGTHS, (9, 1, 4, 2, 3, 0, 5, 1, 6, 8, 2)], ids=["few", "as many as padded columns"]
-)
-def test_advantages_per_sequence(backend: str, lengths: tuple[int, ...]) -> None:
-    """[S] equals the same value spread over the sequence's tokens; empty sequences keep their place."""
-    for entry, layout in itertools.product(("logits", "linear", "policy"), ("packed", "padded")):
-        case = (linear_case if entry == "linear" else logits_case)(23, lengths=lengths, seed=76)
-        per_sequence = torch.linspace(-1.5, 1.0, len(lengths))
-        spread = per_sequence.repeat_interleave(torch.tensor(lengths))
-        (a, grads), (b, others) = (
-            call(entry, case, "dapo", layout=layout, advantages=x) for x in (per_sequence, spread)
-        )
-        assert torch.equal(a.loss, b.loss)
-        assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
-
-
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_tokens_as_the_denominator_of_something_else_are_warned_of(aggregate: str) -> None:
     """Seen where it is the count of this very call; every other number may be one of sequences or prompts."""

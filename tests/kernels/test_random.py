@@ -161,6 +161,7 @@ CALLS = st.fixed_dictionaries(
         "strides": st.sampled_from(["dense", "spread", "transposed"]),
         "rows_in_chunk": st.sampled_from([None, 0, 1, 3.5, 6, 12]),
         "wide": st.booleans(),
+        "by_sequence": st.booleans(),
         "mask": st.sampled_from([torch.bool, torch.bool, torch.uint8, torch.int64, torch.float32]),
     }
 )
@@ -176,6 +177,10 @@ def test_no_combination_disagrees_with_float64(
     if at["wide"] and backend == "torch" and dtype == torch.float32 and entry != "policy":
         dtype = torch.float64
         case = dataclasses.replace(case, leaves={name: x.double() for name, x in case.leaves.items()})
+    of_rows: dict[str, Any] = {}
+    if at["by_sequence"] and len(case.lengths) != len(case.mask):  # a response's advantage, [S]
+        of_rows["advantages"] = torch.linspace(-1.5, 1.0, len(case.lengths))
+        case.advantages = of_rows["advantages"].repeat_interleave(torch.tensor(case.lengths))
     assume(not (at["on_policy"] and o.max_old_prob is not None))
     leaves = as_logprobs(case) if entry == "policy" else case
     # Logits that a half-precision head has rounded move by some hundredths; everything else is float32 arithmetic.
@@ -188,11 +193,10 @@ def test_no_combination_disagrees_with_float64(
         how["groups"] = at["groups"][: len(case.lengths)]
     solved = Problem(leaves, o, dtype=dtype, grad_output=at["grad_output"], **how)
     truth, eager, live = solved.truth, solved.eager, case.mask
-    of_rows: dict[str, Any] = {}
     shown = dataclasses.replace(poisoned(leaves, *at["garbage"]), mask=live.to(at["mask"]))
     if entry != "policy":
         vocab = len(case.leaves["weight"]) if entry == "linear" else case.leaves["logits"].shape[1]
-        shown, of_rows = with_padding(shown, at["padding"]), {"valid_vocab": vocab, "entropy": at["entropy"]}
+        shown, of_rows = with_padding(shown, at["padding"]), {**of_rows, "valid_vocab": vocab, "entropy": at["entropy"]}
     if entry == "linear" and at["rows_in_chunk"] is not None:
         of_rows["chunk_bytes"] = max(1, int(at["rows_in_chunk"] * (vocab + at["padding"]) * dtype.itemsize))
     out, grads = solved.call(entry, "ppo", shown, at["layout"], strides=at["strides"], **o.keywords(), **of_rows)
@@ -241,6 +245,8 @@ STATS = st.fixed_dictionaries(
         "padding": st.sampled_from([0, 3]),
         "use": st.sampled_from(["logprobs", "entropy", "both"]),
         "by_token": st.booleans(),
+        "banned": st.sampled_from([0.0, 0.0, 0.6, 1.0]),
+        "fill": st.sampled_from([-math.inf, None]),
     }
 )
 
@@ -258,6 +264,10 @@ def test_token_logprobs_of_anything(backend: str, at: dict[str, Any]) -> None:
         case = linear_case(vocab, 8, (n,), **head, **given)
     else:
         case = logits_case(vocab, (n,), sharpness=at["scale"], **given)
+    banned = torch.rand(n, vocab, generator=torch.Generator().manual_seed(at["seed"])) < at["banned"]
+    banned[torch.arange(n), case.target_ids] = False
+    if entry != "linear":  # impossible tokens, all but the target with a share of 1
+        case.leaves["logits"][banned] = torch.finfo(dtype).min if at["fill"] is None else at["fill"]
     a, b = torch.randn(2, n, generator=torch.Generator().manual_seed(at["seed"]), dtype=torch.float64)
 
     def weighted(*values: Tensor | None) -> Tensor:
@@ -279,7 +289,7 @@ def test_token_logprobs_of_anything(backend: str, at: dict[str, Any]) -> None:
     else:
         stats = token_logprobs(leaves["logits"], ids, inplace_backward=entry == "inplace", **how)
     logits = logits_of({name: x.double() for name, x in case.leaves.items()}, case.softcap)
-    size = max(8.0, largest(logits / torch.as_tensor(tau).reshape(-1, 1)))
+    size = max(8.0, largest((logits / torch.as_tensor(tau).reshape(-1, 1)).masked_fill(banned, 0.0)))
 
     def close(got: Tensor, exact: Tensor, of_eager: Tensor, what: str, scale: float) -> None:
         if entry == "linear" and dtype.itemsize == 2:  # a rounded logit decides the error, eager's as ours
@@ -300,3 +310,4 @@ def test_token_logprobs_of_anything(backend: str, at: dict[str, Any]) -> None:
         assert leaves[name].grad.dtype == dtype
         got = without_padding(name, leaves[name].grad, exact)
         close(got, exact, eager[2][name], name, steepest * largest(reach.get(name, torch.ones(1))))
+        assert name != "logits" or not got[banned].any()
