@@ -13,10 +13,11 @@ import torch
 from cases import HEAD, LORA_SCALE, Case, logits_of, pad, unpad
 from torch import Tensor
 
-from dapo_kernels import LoraFactors, Objective, dapo_loss, linear_dapo_loss, policy_loss
+from dapo_kernels import LoraFactors, dapo_loss, linear_dapo_loss, policy_loss
 
 LOGITS_ENTRIES = ("logits", "inplace", "policy")
 PER_TOKEN = ("logprobs", "entropy")
+OF_SEQUENCES = ("group_ids", "group_tokens")
 FILLS = {"mask": 0, "target_ids": -100, "selection": 1}
 
 
@@ -85,37 +86,46 @@ def poisoned(case: Case, *values: float) -> Case:
 def call(
     entry: str,
     case: Case,
-    objective: str | Objective,
+    objective: Any,
     *,
     layout: str = "packed",
     strides: str = "dense",
     grad_output: float = 1.0,
     on_policy: bool = False,
     weighted: bool = False,
-    advantages: Tensor | None = None,
     with_entropy: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
     """``(out, gradients by leaf)``; per-token results and gradients come back packed.
 
-    ``selection`` and ``ref_logprobs`` are passed as flat tensors (a selection also as a threshold). The leaves of
-    "policy" are ``logprobs`` and, with ``with_entropy``, ``entropy``: the case's own, or those of its logits.
+    Keywords are of the loss, tensors [T] of them flat. The leaves of "policy" are ``logprobs`` and, with
+    ``with_entropy``, ``entropy``: the case's own, or those of its logits.
     """
     laid = Laid(case, layout, strides)
-    per_token: dict[str, Any] = {
-        "mask": case.mask,
-        **({"importance_weights": case.importance_weights} if weighted else {}),
-        **{name: kwargs.pop(name) for name in ("ref_logprobs", "selection") if kwargs.get(name) is not None},
+    given = {"advantages": case.advantages, "mask": case.mask, "objective": objective}
+    given["old_logprobs"] = None if on_policy else case.old_logprobs
+    if weighted:
+        given["importance_weights"] = case.importance_weights
+    if entry == "policy":
+        values = case.leaves if "logprobs" in case.leaves else dict(zip(PER_TOKEN, token_values(case), strict=True))
+        leaves = laid.leaves(replace(case, leaves={name: values[name] for name in PER_TOKEN[: 1 + with_entropy]}))
+        function: Any = policy_loss
+    else:
+        given |= {"target_ids": case.target_ids, "temperature": case.temperature}
+        leaves = laid.leaves(case)
+        function = linear_dapo_loss if entry == "linear" else dapo_loss
+    per_token = case.advantages.shape
+    given = {
+        name: laid.out(x, name) if isinstance(x, Tensor) and x.shape == per_token and name not in OF_SEQUENCES else x
+        for name, x in {**given, **kwargs}.items()
     }
-    per_token = {
-        name: laid.out(value, name) if isinstance(value, Tensor) and value.dim() else value
-        for name, value in per_token.items()
-    }
-    a = case.advantages if advantages is None else advantages
-    a = laid.out(a) if a.shape == case.advantages.shape else a
-    old = None if on_policy else laid.out(case.old_logprobs)
-    shared = {"objective": objective, **per_token, **({} if laid.padded else {"cu_seqlens": case.cu_seqlens}), **kwargs}
-    leaves, out = _call_entry(entry, case, laid, old, a, shared, with_entropy)
+    if not laid.padded:
+        given["cu_seqlens"] = case.cu_seqlens
+    if entry == "linear":
+        given |= {"softcap": case.softcap, "lora": lora_of(leaves)}
+    elif entry == "inplace":
+        given["inplace_backward"] = True
+    out = function(**{name: x for name, x in leaves.items() if not name.startswith("lora")}, **given)
     if out.loss.requires_grad:
         (out.loss * grad_output).backward()
     grads = {
@@ -124,21 +134,3 @@ def call(
     }
     entropy = None if out.entropy is None else laid.back(out.entropy)
     return out._replace(logprobs=laid.back(out.logprobs), entropy=entropy), grads
-
-
-def _call_entry(
-    entry: str, case: Case, laid: Laid, old: Tensor | None, a: Tensor, shared: dict[str, Any], with_entropy: bool
-) -> tuple[dict[str, Tensor], Any]:
-    if entry == "policy":
-        values = case.leaves if "logprobs" in case.leaves else dict(zip(PER_TOKEN, token_values(case), strict=True))
-        leaves = laid.leaves(replace(case, leaves=values))
-        leaves = leaves if with_entropy else {"logprobs": leaves["logprobs"]}
-        return leaves, policy_loss(leaves["logprobs"], old, a, entropy=leaves.get("entropy"), **shared)
-    tau = case.temperature
-    shared["temperature"] = laid.out(tau) if isinstance(tau, Tensor) and tau.dim() else tau
-    ids, leaves = laid.out(case.target_ids, "target_ids"), laid.leaves(case)
-    if entry == "linear":
-        head = {"bias": leaves.get("bias"), "softcap": case.softcap, "lora": lora_of(leaves)}
-        return leaves, linear_dapo_loss(leaves["hidden"], leaves["weight"], ids, old, a, **head, **shared)
-    # The in-place form consumes its argument, which may not be a leaf that autograd accumulates into twice.
-    return leaves, dapo_loss(leaves["logits"], ids, old, a, inplace_backward=entry == "inplace", **shared)
