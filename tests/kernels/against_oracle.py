@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, Solution, rows_of, selection_mask, solve
+from cases import Case, Solution, rows_of, solve
 from entries import call, token_values
 from oracle import PROMPT_MEAN, Options, batch_selection, share_down
 
@@ -70,7 +70,7 @@ class Problem:
         given = {"selected": selected, "groups": groups, **self.arguments}
         self.truth, self.eager = solve(case, o, **given), solve(case, o, dtype=dtype, **given)
         if o.clip_cov is not None:
-            self.arguments["selection"] = selection_mask(case, selected)
+            self.arguments["selection"] = torch.tensor([t in selected for t in range(len(x.live))], dtype=torch.bool)
         if o.aggregate == PROMPT_MEAN:
             self.arguments["group_ids"] = torch.tensor(groups)
 

@@ -247,13 +247,6 @@ def solve(
     return Solution(loss.detach(), grads, x.logprobs.detach(), x.entropy.detach(), metrics, slopes)
 
 
-def selection_mask(case: Case, selected: Iterable[int]) -> Tensor:
-    """bool ``[T]`` from indices."""
-    mask = torch.zeros(sum(case.lengths), dtype=torch.bool)
-    mask[sorted(selected)] = True
-    return mask
-
-
 PER_TOKEN = ("target_ids", "old_logprobs", "advantages", "mask", "ref_logprobs", "importance_weights")
 
 

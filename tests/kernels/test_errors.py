@@ -366,13 +366,9 @@ def test_any_mixture_of_arguments_runs_or_is_refused(function: str, objective: s
 WITH_LOGPROBS: list[tuple[str, str, dict[str, Any]]] = [
     ("dapo_loss", "old_logprobs", {}),
     ("dapo_loss", "ref_logprobs", {"kl_coef": 0.1}),
-    ("linear_dapo_loss", "old_logprobs", {}),
-    ("policy_loss", "old_logprobs", {}),
     ("policy_loss", "logprobs", {}),
     ("policy_loss", "logprobs", {"old_logprobs": None}),
-    ("policy_loss", "ref_logprobs", {"kl_coef": 0.1}),
     ("preference_loss", "ref_logprobs", {}),
-    ("linear_preference_loss", "ref_logprobs", {}),
     ("preference_loss_from_logprobs", "ref_logprobs", {}),
     ("preference_loss_from_logprobs", "logprobs", {}),
     ("preference_loss_from_logprobs", "ref_logprobs", {"ref_logprobs": torch.full((4,), -4.0)}),  # summed

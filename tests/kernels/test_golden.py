@@ -109,9 +109,13 @@ def test_a_backend_reaches_the_golden_values(backend: str, case: dict[str, Any])
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_from_logprobs(backend: str, case: dict[str, Any]) -> None:
-    """The file's log-probs and entropies as inputs: the same loss and metrics."""
-    logprobs, entropy = (torch.tensor(case[name], dtype=torch.float32) for name in ("logprobs", "entropy"))
-    out = policy_loss(logprobs, **inputs_of(case, torch.float32), entropy=entropy)
-    close(out.loss, case["loss"], 2e-6, "loss")
+    """The file's log-probs and entropies as inputs: the same loss and metrics, and no gradient of dead tokens."""
+    dead = ~torch.tensor(INPUTS["mask"])
+    logprobs, entropy = (torch.tensor(case[name]).masked_fill(dead, math.nan) for name in ("logprobs", "entropy"))
+    out = policy_loss(logprobs.requires_grad_(), **inputs_of(case, torch.float32), entropy=entropy)
+    out.loss.backward()
+    close(out.loss.detach(), case["loss"], 2e-6, "loss")
+    assert bool(logprobs.grad.isfinite().all())
+    assert not logprobs.grad[dead].any()
     for name, value in case["metrics"].items():
         close(out.metrics[name], value, 2e-6, f"metric {name}")

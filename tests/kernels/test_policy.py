@@ -40,7 +40,7 @@ def slope_of_sapo(delta: float, advantage: float) -> float:
 
 GATE = 4 / 1.05 / (1 + math.exp(1.05))  # of a ratio of 0 and A < 0
 Edge = tuple[str, tuple[float, float | None], float, dict[str, Any], tuple[float, float], str]
-EDGES: list[Edge] = [
+EDGES: list[Edge] = [  # `test_random.py` has what lies between
     # exp(float32(log 2)) is 2 to 2e-9, the edge itself, and a tie takes the first branch
     ("ppo", apart(LOG2), 1.5, {"clip_high": 1.0}, (-3.0, -3.0), ""),
     ("ppo", apart(-LOG2), -1.5, {"clip_low": 0.5}, (0.75, 0.75), ""),
@@ -50,10 +50,6 @@ EDGES: list[Edge] = [
     ("ppo", apart(100.0), -2.0, {"dual_clip": 3.0}, (6.0, 0.0), "dual"),
     ("ppo", apart(-100.0), 2.0, {}, (0.0, 0.0), ""),
     ("ppo", apart(-100.0), -2.0, {}, (1.6, 0.0), "low"),
-    # the dual clip acts on negative advantages only, and also below 1 + clip_high
-    ("ppo", apart(math.log(4.0)), 1.0, {"clip_high": 9.0, "dual_clip": 2.0}, (-4.0, -4.0), ""),
-    ("ppo", apart(math.log(4.0)), -1.0, {"clip_high": 9.0, "dual_clip": 2.0}, (2.0, 0.0), "dual"),
-    ("ppo", apart(0.15), -1.0, {"dual_clip": 1.1}, (1.1, 0.0), "dual"),
     # at a ratio of 1 both branches tie whatever the clip range, also an empty one, and the slope is -A
     *(
         ("ppo", (-1.25, -1.25), a, {"clip_low": low, "clip_high": high}, (-a, -a), "")
@@ -62,31 +58,14 @@ EDGES: list[Edge] = [
     # on-policy the ratio is 1 and has a gradient
     ("ppo", (-2.0, None), 1.5, {}, (-1.5, -1.5), ""),
     # the weight of CISPO is bounded, its gradient stays; 1 + clip_high is the raw 5 of the libraries that print that
-    ("cispo", apart(0.5, -2.0), 1.5, {}, (math.exp(0.5) * 3.0, -math.exp(0.5) * 1.5), ""),
-    ("cispo", apart(1.7, -2.0), -1.5, {}, (-15.0, 7.5), "high"),
     ("cispo", apart(100.0, -2.0), 1.5, {}, (15.0, -7.5), "high"),
     ("cispo", apart(-100.0, -2.0), 1.5, {}, (0.0, 0.0), ""),
-    ("cispo", (-2.0, -1.0), 1.5, {"clip_low": 0.2}, (2.4, -1.2), "low"),
-    # KL-Cov does not clip
-    ("kl_cov", (-1.0, -3.0), 1.0, {"kl_cov": (1.0, 0.5)}, (1 - math.exp(2), 0.5 - math.exp(2)), ""),
-    ("kl_cov", (-5.0, -3.0), -1.0, {"kl_cov": (1.0, 0.5)}, (1 + math.exp(-2), math.exp(-2) - 0.5), ""),
     # SAPO at 1 has PPO's slope; far above, the gate has shut and nothing overflows; far below, the ratio is 0
     ("sapo", (-1.25, -1.25), 1.5, {}, (-3.0, -1.5), ""),
-    ("sapo", apart(6.0), 1.5, {}, (-6.0, 0.0), ""),
     ("sapo", apart(100.0), -1.5, {}, (6.0 / 1.05, 0.0), ""),
     ("sapo", apart(-100.0), -1.5, {}, (1.5 * GATE, 0.0), ""),
     # gates of 1e-8, where 1 - sigmoid in float32 would have no digit left
     *(("sapo", apart(d), 0.7, {}, (math.nan, slope_of_sapo(d, 0.7)), "") for d in (-2.0, 0.4, 2.0, 2.9)),
-    # DPPO minds the probability and not the ratio: a rare token may become ten times as likely
-    ("dppo_tv", (math.log(1e-3), math.log(1e-4)), 1.0, {}, (-10 * math.log(1e-3), -10.0), ""),
-    ("dppo_kl", (math.log(1e-3), math.log(1e-4)), 1.0, {}, (-10 * math.log(1e-3), -10.0), ""),
-    # a likely one may not lose a quarter of its probability, except on its way back
-    ("dppo_tv", (math.log(0.7), math.log(0.97)), -1.0, {}, (0.0, 0.0), "low"),
-    ("dppo_tv", (math.log(0.97), math.log(0.7)), 1.0, {}, (0.0, 0.0), "high"),
-    ("dppo_kl", (math.log(0.7), math.log(0.97)), -1.0, {}, (0.0, 0.0), "low"),
-    ("dppo_kl", (math.log(0.7), math.log(0.97)), 1.0, {}, (-0.7 / 0.97 * math.log(0.7), -0.7 / 0.97), ""),
-    # its weight is bounded, its gradient stays
-    ("dppo_tv", (-6.0, -8.0), -1.0, {"dual_clip": 5.0}, (-30.0, 5.0), "dual"),
     # log-probs that float32 has rounded to 0: no infinity, and no gradient lost to one
     ("dppo_kl", (0.0, 0.0), 1.0, {}, (0.0, -1.0), ""),
     ("dppo_kl", (0.0, -1e-4), 1.0, {}, (0.0, -math.exp(1e-4)), ""),

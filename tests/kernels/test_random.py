@@ -11,6 +11,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from against_oracle import LENGTH_NORM, Problem, as_logprobs, check_metrics, options
 from cases import HEAD, Case, linear_case, logits_case, logits_of, rows_of
@@ -151,7 +152,8 @@ CALLS = st.fixed_dictionaries(
     {
         "layout": st.sampled_from(["packed", "padded"]),
         "weighted": st.booleans(),
-        "denominator": st.sampled_from([None, 5.5]),
+        # As a number, and as ranks' counts are often reduced.
+        "denominator": st.sampled_from([None, 5.5, np.float32(5.5), torch.tensor(5.5).double(), torch.tensor(50)]),
         "on_policy": st.sampled_from([False, False, False, True]),
         "grad_output": st.sampled_from([1.0, -3.0]),
         "groups": st.lists(st.integers(-1, 1), min_size=4, max_size=4),
