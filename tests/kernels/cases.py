@@ -27,14 +27,9 @@ WIDE_LOG_RATIOS = (-1.2, -0.45, -0.05, 0.0, 0.03, 0.05, 0.38, 0.9, 1.3)
 
 HEAD = ("weight", "bias", "lora_a", "lora_b")  # leaves without an axis of tokens
 LORA_SCALE = 1.5
-# Eager PyTorch keeps logits in their dtype and does the softmax in float32.
-MATH_DTYPE = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+# Eager PyTorch keeps logits in their dtype and does the softmax in float32.
+MATH_DTYPE = {dtype: torch.promote_types(dtype, torch.float32) for dtype in (torch.float64, *LOW_PRECISION)}
 
 
 def dtypes_of(backend: str) -> tuple[torch.dtype, ...]:
