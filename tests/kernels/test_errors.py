@@ -183,6 +183,13 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
     ("dapo_loss", "cu_seqlens", BOUNDS.to("meta"), ValueError, ("meta",)),
     ("dapo_loss", "cu_seqlens", {**as_padded(good("dapo_loss")), "cu_seqlens": BOUNDS}, ValueError, ("[2, 3]",)),
+    (
+        "dapo_loss",
+        "group_tokens",
+        {**PROMPT_MEAN, "group_tokens": BOOLS[:S], "group_ids": GROUPS},
+        TypeError,
+        ("bool",),
+    ),
     ("policy_loss", "entropy_coef", 0.1, ValueError, ("entropy",)),
     ("policy_loss", "top_entropy", 0.5, ValueError, ("entropy",)),
     ("linear_dapo_loss", "weight", torch.ones(V, H + 1), ValueError, ("[11, 5]", "4")),
@@ -292,10 +299,11 @@ WRONG: dict[str, list[Any]] = {
     "generator": ["seed"],
     "selection": [[True] * T, IDS, BOOLS[:5]],
     "group_ids": [GROUPS[:2], torch.zeros(T, dtype=torch.int64), torch.tensor(1), GROUPS.float(), GROUPS.bool()],
-    "group_tokens": [GROUPS.bool(), torch.ones(2)],
+    "group_tokens": [torch.ones(2)],
 }
 # What they are read with.
 BESIDE: dict[str, dict[str, Any]] = {
+    "length_norm": {"aggregate": "seq-mean-token-sum-norm"},
     "generator": {"objective": "clip_cov"},
     "selection": {"top_entropy": 0.5},
     "group_ids": PROMPT_MEAN,
