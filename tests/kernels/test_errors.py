@@ -175,6 +175,7 @@ def test_an_unknown_name_lists_the_known_and_a_keyword_that_is_not_ours_gets_a_s
 
 
 OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
+    ("dapo_loss", "objective", Objective, TypeError, ("function",)),
     ("dapo_loss", "logits", torch.ones(V), ValueError, ("[11]",)),
     ("dapo_loss", "advantages", torch.ones(32, 128), ValueError, ("[T]=[6]", "[S]=[3]", "[32, 128]")),
     ("dapo_loss", "mask", torch.full((T,), 0.5), ValueError, ("importance_weights",)),
@@ -281,7 +282,6 @@ WRONG_TENSORS: list[Any] = [
 WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), torch.zeros(3, 3), 1j]
 # And values that are wrong for one of them.
 WRONG: dict[str, list[Any]] = {
-    "objective": [Objective],
     "denominator": [math.inf, True, Fraction(6), torch.tensor(0.0), torch.tensor(math.nan), torch.ones(2)],
     "temperature": [1e-50, math.inf],
     "valid_vocab": [V + 1, True],
