@@ -1,20 +1,27 @@
-"""`dapo study`: which runs there are, that each is made once whatever comes between, what the page says of them."""
+"""`dapo study`: which runs there are, that each is made once whatever comes between, what the page says of them.
+
+Means, errors and tests over seeds, and the fit R = −a·exp(H) + b, against values that are known.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from builders import snippets_of, write_rows
@@ -23,14 +30,15 @@ from matplotlib.text import Text
 from refusals import refused
 from small import Dapo, small_recipe
 
+from dapo_runner import commands
 from dapo_runner.cli import main
 from dapo_runner.config import ConfigError, dump_config, lay_settings, parse, parse_config, read_recipe
 from dapo_runner.config.commands import StudyConfig
 from dapo_runner.run.folder import write_config
-from dapo_runner.tools.study.figures import COLORS, draw_figure
+from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
 from dapo_runner.tools.study.page import write_page
 from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts, recipe_of_start
-from dapo_runner.tools.study.results import by_variant, read_result
+from dapo_runner.tools.study.results import Estimate, by_variant, estimate, holm, paired_test, read_result
 from dapo_runner.tools.study.runs import Failure, carry_out
 
 ROOT = Path(__file__).parents[4]
@@ -100,7 +108,9 @@ def test_a_study_that_makes_no_sense_is_refused(tmp_path: Path, settings: str, k
     dapo.refuses(key, "study", write_study(tmp_path, **yaml.safe_load(settings)), "--dry-run")
 
 
-def finish(run: StudyRun, accuracies: list[float], tokens: int = 100) -> None:
+def finish(
+    run: StudyRun, accuracies: list[float], tokens: int = 100, entropy: Mapping[int, float] | None = None
+) -> None:
     """What a run leaves behind, as far as a study looks at it."""
     run.folder.mkdir(parents=True)
     write_config(run.config, run.folder)
@@ -108,7 +118,7 @@ def finish(run: StudyRun, accuracies: list[float], tokens: int = 100) -> None:
     first, half, after = ({"kind": "eval", metric: value} for value in accuracies)
     lines: list[dict[str, Any]] = [{"step": 0, **first}]
     for step in range(1, last + 1):
-        figures = {"sampling/tokens": tokens, "train/updates": 2, "train/entropy": 0.5}
+        figures = {"sampling/tokens": tokens, "train/updates": 2, "train/entropy": entropy[step] if entropy else 0.5}
         lines.append({"step": step, "kind": "step", **figures})
         if step in (last // 2, last):
             lines.append({"step": step, **(after if step == last else half)})
@@ -179,6 +189,51 @@ def test_a_page_is_checked_against_its_values(tmp_path: Path, dapo: Dapo) -> Non
     assert re.findall(r"^[-+] .*?(6[01]\.0) ± 10\.0", differences, re.MULTILINE) == ["61.0", "60.0"]
 
 
+def test_a_page_has_the_fit_of_every_evaluation_but_the_first(tmp_path: Path) -> None:
+    study, runs = planned(tmp_path, entropy_fit=["plain"])
+    plain = [run for run in runs if run.variant == "plain"]
+    for run in plain:
+        entropy = {step: step / 4 + run.seed / 100 for step in range(1, 5)}
+        finish(run, [0.0, *(0.9 - 0.2 * math.exp(entropy[step]) for step in (2, 4))], entropy=entropy)
+    page = write_page(study, [read_result(run) for run in plain], []).read_text()
+    assert "| plain | 0.200 | 0.900 | 0.700 | 1.000 | 4 |" in page
+    assert (study.folder / "entropy_fit.png").stat().st_size > 5000
+
+
+def test_holm_and_means_by_hand() -> None:
+    """Step down: 4 × 0.01, 3 × 0.02; 2 × 0.022 would be less than the one before; at most 1."""
+    assert holm([0.022, 0.01, 0.9, 0.02]) == pytest.approx([0.06, 0.04, 0.9, 0.06])
+    assert holm([0.7, 0.6]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+    assert [estimate(values) for values in ([], [0.5])] == [None, Estimate(0.5, None)]
+    assert estimate([0.0, 1.0]) == Estimate(0.5, pytest.approx(0.5))
+
+
+def test_a_paired_test_goes_by_differences() -> None:
+    """Seeds that are far apart, and a small gain on each: unpaired, that would be nothing."""
+    test, no_spread = paired_test([0.12, 0.51, 0.93], [0.10, 0.50, 0.90]), paired_test([0.3, 0.6], [0.1, 0.4])
+    assert test is not None
+    assert no_spread is not None
+    assert test.difference.mean == pytest.approx(0.02)
+    assert test.p == pytest.approx(0.0742, abs=5e-5)  # t = 2√3 with two degrees of freedom
+    assert no_spread.difference.error != 0.0  # a spread of rounding, which is none
+    assert no_spread.p is no_spread.interval is paired_test([], []) is None
+
+
+def test_lines_are_of_the_places_and_differences_of_the_seeds_that_both_have() -> None:
+    lines = align([([0.0, 10.0], [0.0, 1.0]), ([0.0, 5.0, 20.0], [1.0, 1.0, 1.0])])
+    assert lines is not None
+    places, values = lines
+    assert (places[0], places[-1]) == (0.0, 10.0)
+    np.testing.assert_allclose(values, [places / 10, np.ones_like(places)])
+    runs = {3: ([0.0, 5.0], [0.5, 0.75]), 4: ([0.0, 5.0], [9.0, 9.0]), 5: ([0.0, 5.0], [0.0, 1.0])}
+    others = {5: ([0.0, 5.0], [0.25, 0.5]), 3: ([0.0, 5.0], [0.5, 0.25]), 7: ([0.0, 5.0], [8.0, 8.0])}
+    lines = differences(runs, others)
+    assert lines is not None
+    assert [part.tolist() for part in lines] == [[0.0, 5.0], [[0.0, 0.5], [-0.25, 0.5]]]
+    assert align([([], [])]) is differences(runs, {5: ([], [])}) is None
+
+
 def test_runs_of_another_study_are_not_made_again(tmp_path: Path, dapo: Dapo) -> None:
     for run in planned(tmp_path)[1]:
         finish(run, [0.2, 0.3, 0.5])
@@ -245,11 +300,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def draw(folder: Path, figure: dict[str, Any], runs: list[str], last: float = 0.75, **settings: Any) -> Path | None:
+def draw(folder: Path, figure: dict[str, Any], runs: list[str], **settings: Any) -> Path | None:
     study, planned_runs = planned(folder, figures=[{"name": "f", "title": "F", **figure}], **settings)
     chosen = [run for run in planned_runs if run.variant in runs]
     for run in chosen:
-        finish(run, [0.25, 0.5, last if run.variant == "plain" else 1.0])
+        finish(run, [0.25, 0.5, 0.75 if run.variant == "plain" else 1.0])
     return draw_figure(study.figures[0], study, by_variant([read_result(run) for run in chosen]), folder)
 
 
@@ -283,42 +338,52 @@ def test_a_picture_of_two_has_their_differences_and_titles_that_do_not_overlap(
     assert [(one, other) for one, other in combinations(boxes, 2) if one.overlaps(other)] == []
 
 
-class Script(StudyRun):
-    """A run that takes no time; the seed of 5 fails, but for `short`, which does not end by itself."""
-
-    @property
-    def command(self) -> list[str]:
-        code = (
-            "import signal, sys, time, pathlib; print('hello from', sys.argv[1:])\n"
-            "if 'seed_5' in sys.argv[1] and 'short' not in sys.argv[1]: sys.exit('no luck')\n"
-            "mark = pathlib.Path(sys.argv[1]).with_suffix('.stopped')\n"
-            "signal.signal(signal.SIGINT, lambda *_: (mark.touch(), sys.exit(130)))\n"
-            "mark.with_suffix('.began').touch()\n"
-            "time.sleep(600 if 'short' in sys.argv[1] else 0)\n"
-        )
-        return [sys.executable, "-c", code, str(self.recipe)]
+SCRIPT = """
+import pathlib, shutil, signal, sys, time
+recipe = pathlib.Path(sys.argv[1])
+print("hello from", recipe)
+signal.signal(signal.SIGINT, lambda *_: (recipe.with_suffix(".stopped").touch(), sys.exit(130)))
+recipe.with_suffix(".began").touch()
+time.sleep(600 if recipe.parent.name == "short" else 0)
+if recipe.stem == "seed_5":
+    sys.exit("no luck")
+shutil.move(recipe.parents[3] / "made" / recipe.parent.name / recipe.stem, recipe.with_suffix(""))
+"""
 
 
-def test_what_ends_one_run_does_not_touch_the_others(tmp_path: Path) -> None:
-    runs = [Script(run.variant, run.seed, run.config) for run in planned(tmp_path, variants=VARIANTS[:2])[1]]
+@pytest.fixture
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take no time, but those of `short` do not end by themselves. The seed of 5 fails."""
+    monkeypatch.setattr(StudyRun, "command", property(lambda run: [sys.executable, "-c", SCRIPT, str(run.recipe)]))
+
+
+@pytest.mark.usefixtures("_scripts")
+def test_what_ends_one_run_does_not_touch_the_others(
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten minutes after another, they end."""
+    clock = count(0, 600)
+    monkeypatch.setattr(commands.study, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    runs = planned(tmp_path, variants=VARIANTS[:2])[1]
     for run in runs:
-        if run.seed == 3:
-            finish(run, [0.2, 0.3, 0.5])
-    ended = {(run.variant, run.seed): failure and failure.reason for run, _, failure in carry_out(runs, 2)}
-    assert len(ended) == 4
-    assert ended["plain", 3] is ended["higher", 3] is None
-    assert "no luck" in ended["plain", 5]
-    assert "1" in ended["higher", 5]
-    assert runs[0].log.read_text().startswith("hello from")
+        finish(run, [0.2, 0.3, 0.5])
+    (tmp_path / "s/runs").rename(tmp_path / "made")
+    out = dapo("study", tmp_path / "study.yaml", "--jobs", 2, code=1)
+    ended = re.findall(r"^\[(\d)/4\] (\w+)\D+(\d): (.*), \d+ s\D+ (\d+) min", out, re.MULTILINE)
+    assert [(n, left) for n, *_, left in ended] == [("1", "30"), ("2", "20"), ("3", "10"), ("4", "0")]
+    results = {(variant, int(seed)): result for _, variant, seed, result, _ in ended}
+    assert results["plain", 3] == results["higher", 3] == "50.0%"
+    assert all(re.search(r"1\b.*no luck", results[name, 5]) for name in ("plain", "higher"))
+    assert "| + clip-higher (1 of 2 seeds) |" in (tmp_path / "s/study.md").read_text()
+    assert str(runs[2].log) in dapo.err
+    assert runs[2].log.read_text().startswith("hello from")
 
 
+@pytest.mark.usefixtures("_scripts")
 def test_closing_stops_the_runs_under_way(tmp_path: Path) -> None:
-    runs = [Script(run.variant, run.seed, run.config) for run in planned(tmp_path)[1]]
-    waits, ends = runs[2], runs[0]
-    finish(ends, [0.2, 0.3, 0.5])
-    began = waits.folder.with_suffix(".began")
+    ends, _, waits, *_ = planned(tmp_path)[1]
     with closing(carry_out([waits, *[ends] * 200], 2)) as ended:
-        assert any(began.exists() for _ in ended)
+        assert any(waits.folder.with_suffix(".began").exists() for _ in ended)
     assert waits.folder.with_suffix(".stopped").exists()
 
 
