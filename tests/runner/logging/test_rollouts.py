@@ -25,7 +25,7 @@ from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog, read_step, saved_steps, token_texts
 from dapo_runner.logging.show import load_step, page, printable
 from dapo_runner.run.tiny_model import make_tokenizer
-from dapo_runner.types import Group, Sample, Segment
+from dapo_runner.types import Group, Sample, Segment, Turn
 
 GROUPS = [make_group("RWW", "a"), make_group("RRWW", "b"), make_group("RT", "c")]
 GROUP_MEAN = AdvantageConfig(kind="group_mean")
@@ -185,12 +185,15 @@ def test_what_is_saved_is_shown(run: Path, arguments: str, dapo: Dapo) -> None:
     assert "first" not in out or arguments == "--step 3"
 
 
-def test_segments_are_shown_with_the_values_at_their_ends(tmp_path: Path, dapo: Dapo) -> None:
+def test_segments_and_turns_are_shown_with_their_values(tmp_path: Path, dapo: Dapo) -> None:
     segments = (Segment(3, 0.25, 0.75, 0.5), Segment(1, 0.75, 0.75, 0.0, trains=False))
-    groups = [Group(make_prompt(), (replace(make_sample(True), segments=segments),))]
+    sample = replace(make_sample(True), segments=segments)
+    turns = (Turn("environment", 0, 1, "a"), Turn("assistant", 1, 4, "b", "done", 0.5))
+    groups = [Group(make_prompt(), (replace(sample, completion=replace(sample.completion, turns=turns)),))]
     write(open_log(tmp_path / ROLLOUTS), 1, groups, AdvantageConfig(segments=SegmentsConfig(kind="chain")))
     out = dapo("show", tmp_path, "--step", "1")
     assert re.search(r"\+0\.25\D+0\.75\D+3\D+\(\+0\.75\D+0\.75\D+1\)", out)
+    assert "environment 1, assistant 3 done +0.5" in out
 
 
 def test_json_is_what_was_saved(run: Path, dapo: Dapo) -> None:

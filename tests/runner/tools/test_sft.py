@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +78,15 @@ VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdic
     ],
 )
 def test_what_a_row_is(model_folder: Path, tmp_path: Path, row: Any, data: Any, prompt: str) -> None:
-    is_verdict, tokenizer = row is VERDICT, make_tokenizer()
-    path = write_rows(tmp_path / "rows.jsonl", [row, {**row, "verdict": None} if is_verdict else row])
+    tokenizer = make_tokenizer()
+    path = write_rows(tmp_path / "rows.jsonl", [row, {**row, "verdict": None}])
     examples = load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0, **data}), SftConfig), tokenizer)
-    (example, *_) = examples.train
+    example = examples.train[0]
     assert example.text == prompt
     sequence = examples.sequences[example.id]
-    said = ["1" if is_verdict else "3", "<eos>"]
+    said = [row.get("verdict", "3"), "<eos>"]
     assert tokenizer.convert_ids_to_tokens(sequence.token_ids[sequence.mask].tolist()) == said
-    assert (len(examples.train), examples.report["without a verdict"]) == ((1, 1) if is_verdict else (2, 0))
+    assert (len(examples.train), examples.report["without a verdict"]) == ((1, 1) if row is VERDICT else (2, 0))
 
 
 def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> None:
@@ -109,15 +107,12 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
     [
         ("data: {columns: {prompt: q}}", "SUMS, row 1", "data.columns"),
         ("data: {eval_size: 100}", "data.eval_size", "100"),
-        ("optimizer: {schedule: constant, min_lr_ratio: 0.1}", "optimizer.min_lr_ratio", "optimizer.schedule"),
         ("data: {max_tokens: 2}", "data.path", "data.max_tokens"),
         ("data: {eval_size: 0, chat_template: always}", "data.chat_template", "'always'"),
         ("data: {path: no.jsonl}", "data.path", "no.jsonl"),
         ("model: {path: null, tiny: {}}", "model.path", "null"),
         ("optimizer: {warmup_steps: 12}", "optimizer.warmup_steps", "12"),
         ("optimizer: {token_budget: 30}", "optimizer.token_budget", "31"),
-        ("rollout: {top_p: 1.0}", "rollout", "model"),
-        ("data: {colums: {}}", "data.colums", "'columns'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_its_setting(
@@ -129,19 +124,11 @@ def test_a_mistake_is_one_line_that_names_its_setting(
         assert dapo.err.count("\n") == 1
 
 
-def test_the_recipe_of_the_page(model_folder: Path, tmp_path: Path, dapo: Dapo) -> None:
-    recipe = tmp_path / "page.yaml"
-    recipe.write_text(snippets_of("sft")["recipe"])
-    rows = [{**VERDICT, "reference": str(number)} for number in range(1500)]
-    roomy = shutil.copytree(model_folder, tmp_path / "roomy")
-    config = json.loads((roomy / "config.json").read_text())
-    (roomy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
-    here = [f"data.path={write_rows(tmp_path / 'verdicts.jsonl', rows)}", f"model.path={roomy}"]
-    assert re.search(r"\b1500\D+1436\D+64\b", dapo("sft", recipe, "--dry-run", *here))
-
-
-def test_a_dry_run_of_several_ranks(model_folder: Path, sums: Path, tmp_path: Path, dapo: Dapo) -> None:
+def test_a_dry_run(model_folder: Path, sums: Path, tmp_path: Path, dapo: Dapo) -> None:
+    """It counts the rows and checks the layout. The recipe of the page has no setting that there is not."""
     recipe = write_sft_recipe(model_folder, sums, tmp_path / "sft.yaml")
+    assert re.search(r"\b100\D+90\D+10\b", dapo("sft", recipe, "--dry-run"))
+    assert parse(yaml.safe_load(snippets_of("sft")["recipe"]), SftConfig).data.judge
     for gpus, code in ((2, 0), (3, 2)):
         dapo("launch", recipe, "--sft", "--dry-run", "parallel.sequence=2", "--gpus", gpus, code=code)
 
