@@ -33,7 +33,7 @@ class Problem:
     answer: str
     source: str
     context: tuple[tuple[str, str], ...] = ()  # (role, content)
-    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    row: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

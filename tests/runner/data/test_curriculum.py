@@ -50,10 +50,6 @@ def test_a_row_without_a_difficulty_is_named(value: object) -> None:
         cursor(prompts, column="difficulty")
 
 
-def by_latest_group(**values: Any) -> ByLatestGroup:
-    return ByLatestGroup(CurriculumConfig(**values))
-
-
 def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str]:
     """Who is asked in an epoch, and answers so."""
     asked = names([prompt for prompt in PROMPTS if curriculum.admits(prompt, 1, epoch)])
@@ -62,7 +58,7 @@ def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str
 
 
 def test_what_is_solved_or_hopeless_rests() -> None:
-    curriculum, every = by_latest_group(rest=2), names(PROMPTS)
+    curriculum, every = ByLatestGroup(CurriculumConfig(rest=2)), names(PROMPTS)
     pattern, rested = {"0": "RRRR", "1": "WWWW", "2": "RWWW"}, every[2:]
     assert [ask(curriculum, epoch, pattern) for epoch in range(4)] == [every, rested, rested, every]
     pattern["0"] = "RRWW"
@@ -71,14 +67,6 @@ def test_what_is_solved_or_hopeless_rests() -> None:
     walk = cursor(rest=3)  # when all rest, it goes on to when they do not
     walk.observe([make_group("RRRR", prompt.id) for prompt in walk.take(8)])
     assert (len(walk.take(8)), walk.epoch) == (8, 4)
-
-
-def test_only_the_newest_group_of_a_prompt_counts() -> None:
-    curriculum = by_latest_group()
-    ask(curriculum, 0, {"0": "RRRR", "1": "RRWW", "2": "WWWW"})
-    assert set(curriculum.due) == {"0", "2"}
-    ask(curriculum, 1, {"1": "RRRR"})
-    assert set(curriculum.due) == {"0", "1", "2"}
 
 
 @settings(max_examples=15)

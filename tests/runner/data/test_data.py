@@ -52,19 +52,16 @@ def gsm8k_row(question: str, answer: str) -> dict[str, str]:
     return {"question": question, "answer": f"Some steps <<1+1=2>>.\n#### {answer}"}
 
 
-def config_of(path: Path | str, rows: list[dict[str, Any]] | None = None, limit: int = 64, **data: Any) -> Config:
+def config_of(path: Path | str, rows: list[dict[str, Any]] | None = None, most: int = 64, **data: Any) -> Config:
+    """The configuration for a file, whose rows are written, with a limit of tokens in a prompt."""
     if rows is not None:
         write_rows(path, rows)
     data = {"format": "auto", "path": path, "eval_size": 0, **data}
-    return make_config(optimizer={"token_budget": 4096}, data=data, rollout={"max_prompt_tokens": limit})
+    return make_config(optimizer={"token_budget": 4096}, data=data, rollout={"max_prompt_tokens": most})
 
 
-def load(path: Path | str, rows: list[dict[str, Any]] | None = None, **data: Any) -> Dataset:
-    return load_data(config_of(path, rows, **data), CharTokenizer())
-
-
-def texts_of(dataset: Dataset) -> list[str]:
-    return [prompt.text for prompt in dataset.train]
+def load(path: Path | str, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Dataset:
+    return load_data(config_of(path, rows, **settings), CharTokenizer())
 
 
 # Rows
@@ -116,7 +113,7 @@ def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
     row = {"q": "Which?", "o": ["x", "y"], "a": 1}
     with refused("reward.kind"):
         answers(row)
-    assert answers(row, choices="o") == ["B"]
+    assert answers(row, choices="o") == ["B"]  # by number, in a prompt with letters
     assert answers({"q": "Which?", "a": "(B) y"}) == ["(B) y"]
 
 
@@ -247,15 +244,12 @@ def test_repeated_and_conflicting_rows_are_left_out_and_counted(rows: Rows, limi
 def test_long_prompts_are_left_out_and_every_row_is_counted(tmp_path: Path) -> None:
     rows = [dapo_row("a", "1"), dapo_row("a", 1), dapo_row("d", "1"), dapo_row("d", "2"), dapo_row("e", "2")]
     rows += [dapo_row("x" * 19, "1"), dapo_row("y" * 20, "1")]  # one token more for the beginning
-    dataset = load_data(config_of(tmp_path / "d.jsonl", rows, 20, template="plain"), CharTokenizer())
+    dataset = load(tmp_path / "d.jsonl", rows, most=20, template="plain")
     report = dataset.report
-    assert texts_of(dataset) == ["a", "e", "x" * 19]
+    assert [prompt.text for prompt in dataset.train] == ["a", "e", "x" * 19]
     assert (report["rows"], report["longer than rollout.max_prompt_tokens"]) == (7, 1)
     assert report.total() == 2 * report["rows"]
     assert f"2 {CONFLICTING}" in report.describe()
-    config = config_of(tmp_path / "d.jsonl", template="plain").data.model_copy(update={"limit": 1})
-    few = load_data(make_config().model_copy(update={"data": config}), CharTokenizer())
-    assert texts_of(few) == ["a"]
 
 
 def test_heldout_problems_never_train(tmp_path: Path) -> None:
@@ -264,9 +258,7 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     one = write_rows(tmp_path / "e.jsonl", [gsm8k_row(f"{i}  + {i}?", str(2 * i)) for i in range(5)])
     two = write_rows(tmp_path / "o.parquet", [{"q": f"{i} + {i}?", "a": f"{2 * i}"} for i in (5, 5, 9, 11)])
     sets = {"gsm": {"path": one, "limit": 4}, "own": {"path": two, "columns": COLUMNS}}
-    dataset = load_data(
-        config_of(tmp_path / "t.jsonl", wrapped, limit=1000, eval=sets, template="dapo"), CharTokenizer()
-    )
+    dataset = load(tmp_path / "t.jsonl", wrapped, most=1000, eval=sets, template="dapo")
     heldout = [(prompt.eval_set, prompt.answer) for prompt in dataset.heldout]
     assert heldout == [*(("gsm", str(2 * i)) for i in range(4)), ("own", "10"), ("own", "18"), ("own", "22")]
     assert [prompt.answer for prompt in dataset.train] == ["8", "12", "14"]
@@ -278,8 +270,8 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
 
 def test_heldout_problems_are_cut_from_the_training_file(tmp_path: Path) -> None:
     rows = [dapo_row(f"q{i}", str(i)) for i in range(50)]
-    one, two = (load(tmp_path / "t.jsonl", rows, eval_size=10, template="plain") for _ in range(2))
-    assert len({p.id for p in (*one.train, *one.heldout)}) == len(one.train) + 10 == 50
+    one, two = (load(tmp_path / "t.jsonl", rows, eval_size=10, limit=40, template="plain") for _ in range(2))
+    assert len({p.id for p in (*one.train, *one.heldout)}) == len(one.train) + 10 == 40
     assert two.heldout == one.heldout
     with refused("data.eval_size"):
         load(tmp_path / "t.jsonl", rows, eval_size=50)
