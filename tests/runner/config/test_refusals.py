@@ -11,9 +11,7 @@ from refusals import refused
 from test_config import load
 
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
-from dapo_runner.config import Config, ConvertConfig, SftConfig, StudyConfig, load_config
-from dapo_runner.config.reading import every_key, section_of
-from dapo_runner.config.section import Section, conditions_of
+from dapo_runner.config import load_config
 from dapo_runner.errors import ConfigError
 
 GAE = "advantage.kind=gae critic={}"
@@ -22,6 +20,7 @@ PAIRS = "preference={} advantage.kind=group_std"
 ROUTED = "loss.routing_replay=true model={path: m, tiny: null} optimizer.mini_batch_size=8"
 VLLM, SERVER = "rollout.engine=vllm", "rollout.engine=server"
 REFUSED = [  # overrides, the setting that is named, what else the message has
+    ("algorithm=DAPPO", "algorithm", "you mean dapo"),
     ("optimizer.lrr=1", "optimizer.lrr", "'lr'", "warmup_steps"),
     ("model.tiny.layer=3", "model.tiny.layer", "'layers'"),
     ("clip_high=3", "clip_high", "'loss.overrides.clip_high'"),
@@ -170,7 +169,7 @@ def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
         (b"a: [", []),
         (b"\xff\xfe", []),
         (b"- a", ["list"]),
-        (b"rollout:\n  max_staleness: 1\nsampler: {}\nrollout:\n  engine: server\n", ["rollout", "line 1", "line 4"]),
+        (b"rollout:\n  top_k: 1\nsampler: {}\nrollout: {}\n", ["rollout", "line 1", "line 4"]),
         (b"rollout: {server: {folder: a, folder: b}}", ["folder", "line 1"]),
     ],
 )
@@ -178,9 +177,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
     path = tmp_path / "recipe.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with refused(str(path), parts=parts):
         load_config(path)
-    assert [part for part in ["recipe.yaml", *parts] if part not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("advantage", [{"kind": "returns"}, {"segments": {"kind": "chain"}}])
@@ -198,25 +196,3 @@ def test_a_reference_has_a_use() -> None:
             resolve_objective(make_config(loss=loss))
         uses = {"advantage": {"kind": "gae"}, "critic": {}, "reward": {"kl": {"coef": 0.1}}}
         assert uses_reference(make_config(**uses, loss=loss))
-
-
-def every_section(root: type[Section]) -> dict[str, type[Section]]:
-    """The sections under a configuration, by dotted key."""
-    found = {"": root}
-    for name, field in root.model_fields.items():
-        nested = section_of(field)
-        if nested is not None:
-            found |= {f"{name}.{key}".rstrip("."): section for key, section in every_section(nested).items()}
-    return found
-
-
-@pytest.mark.parametrize("root", [Config, SftConfig, ConvertConfig, StudyConfig])
-def test_what_a_setting_requires_exists(root: type[Section]) -> None:
-    keys = set(every_key(Config))
-    for key, section in every_section(root).items():
-        for name in section.model_fields:
-            for condition in conditions_of(section, name):
-                other = condition.removeprefix("!").partition("=")[0]
-                assert other in (keys if "." in other else section.model_fields), f"{key}.{name}"
-        named = " ".join(names for base in section.__mro__ for names in vars(base).get("requires", {}).values())
-        assert set(named.split()) <= section.model_fields.keys(), key
