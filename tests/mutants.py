@@ -70,7 +70,8 @@ ROOMS = {  # folder of the code → patterns of its tests; the longest folder th
         f"dapo_runner/{room}": f"tests/runner/{room}"
         for room in ("algorithms", "data", "parallel", "policy", "rewards", "rollout", "tools")
     },
-    "dapo_runner/config": "tests/runner/config tests/runner/algorithms/test_settings.py tests/runner/tools",
+    "dapo_runner/config": "tests/runner/config tests/runner/algorithms/test_settings.py tests/runner/tools "
+    "tests/test_docs.py",  # a default stands in docs/settings.md
     "dapo_runner/checkpoint": "tests/runner/test_checkpoint.py tests/runner/test_resume.py",
     "dapo_runner/commands": f"{TRAINING} tests/runner/tools/test_sft.py tests/runner/tools/study/test_study.py",
     "dapo_runner/logging": "tests/runner/logging tests/runner/test_train.py",
