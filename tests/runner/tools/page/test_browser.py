@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ def open_page() -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def loaded(open_page: Open, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A page of two runs: the last step of the second one, without values per token, has the second prompt only."""
+    """A page of two runs. The last step of the second one, without values per token, has the second prompt only."""
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder, "<img src=x>a"), write_run(folder, "b", per_token=False)]
     write_rollouts(runs[1], 5, per_token=False, first=1)
@@ -60,17 +61,6 @@ def loaded(open_page: Open, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def report(loaded: Any) -> Any:
     loaded.goto(loaded.url)
     return loaded
-
-
-@pytest.fixture(scope="module")
-def alone(open_page: Open, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A page of one run."""
-    folder = tmp_path_factory.mktemp("alone")
-    run = write_run(folder, "<img src=x>a")
-    (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
-    for step, accuracy in ((7, 0.25), (8, 0.75)):
-        log_metrics(run, step, **{"eval/avg@4": accuracy, "reflection/en": 0.0})
-    return open_page(write_page([run], folder / "page.html").as_uri())
 
 
 def until(page: Any, condition: str) -> None:
@@ -85,14 +75,6 @@ def columns(page: Any) -> list[Any]:
     """The rollouts of each run, drawn to their end."""
     until(page, "[...document.querySelectorAll('.run')].every(run => run.querySelector('.where .note'))")
     return page.query_selector_all(".run")
-
-
-def tints(page: Any) -> list[tuple[str, float]]:
-    """Red, green and blue, and how much of them, behind each token of the first response."""
-    tokens = page.query_selector_all(".run >> nth=0 >> details >> nth=0 >> .token")
-    found = [token.evaluate("token => getComputedStyle(token).backgroundColor") for token in tokens]
-    parts = [colour[colour.index("(") + 1 : -1].split(", ") for colour in found]
-    return [(" ".join(part[:3]), float(part[3]) if part[3:] else 1.0) for part in parts]
 
 
 def curves_of(page: Any) -> dict[str, list[list[float]]]:
@@ -118,33 +100,36 @@ def test_runs_have_a_chart_per_curve_and_smooth_lines_over_raw_ones(report: Any)
     assert "batch/reward" in report.get_attribute(".panel h3", "title")
 
 
-def test_the_header_and_curves_of_one_run(alone: Any) -> None:
-    header = alone.query_selector("#runs").text_content()
+def test_a_page_of_one_run(open_page: Open, tmp_path: Path) -> None:
+    """Its header, its charts, and that new points leave the zoom."""
+    run = write_run(tmp_path, "<img src=x>a")
+    (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
+    for step, accuracy in ((7, 0.25), (8, 0.75)):
+        log_metrics(run, step, **{"eval/avg@4": accuracy, "reflection/en": 0.0})
+    page = open_page(write_page([run], tmp_path / "page.html").as_uri())
+    header = page.query_selector("#runs").text_content()
     for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "8"):
         assert text in header
-    assert alone.query_selector("#runs img, #runs b") is None
-    curves = curves_of(alone)
+    assert page.query_selector("#runs img, #runs b") is None
+    curves = curves_of(page)
     assert [len(found) for found in curves["Reward"]] == [8] * 4  # of one run, both curves in one chart
     assert not any("Reflection" in title for title in curves)
-    assert "Reflection: English" in alone.inner_text("#zero")
-
-
-def test_new_points_leave_the_zoom_and_colours_follow_the_theme(alone: Any) -> None:
+    assert "Reflection: English" in page.inner_text("#zero")
     shown = "document.querySelector('.panel').lastChild.layout.xaxis.range"
-    box = alone.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
-    alone.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
-    first, last = alone.evaluate(shown)
-    alone.mouse.down()
-    alone.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
-    alone.mouse.up()
-    low, high = alone.evaluate(shown)
+    box = page.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
+    first, last = page.evaluate(shown)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
+    page.mouse.up()
+    low, high = page.evaluate(shown)
     assert first < low < high < last
-    alone.fill("#smoothing", "0.3")
-    assert alone.evaluate(shown) == [low, high]
+    page.fill("#smoothing", "0.3")
+    assert page.evaluate(shown) == [low, high]
     for scheme, paper, ink in (("light", "rgb(255, 255, 255)", "#222"), ("dark", "rgb(22, 22, 22)", "#ddd")):
-        alone.emulate_media(color_scheme=scheme)
-        until(alone, f"document.querySelector('.chart').layout.font.color === '{ink}'")
-        assert alone.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+        page.emulate_media(color_scheme=scheme)
+        until(page, f"document.querySelector('.chart').layout.font.color === '{ink}'")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
 def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
@@ -192,20 +177,25 @@ def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
 
 
 def test_colours_follow_the_value_that_was_chosen(report: Any) -> None:
-    columns(report)
-    blue, orange, pink, none = "0 114 178", "213 94 0", "204 121 167", ("0 0 0", 0.0)
+    """Red, green, blue and how much of them, behind each token of the first response."""
+    blue, orange, pink, sky = "0, 114, 178", "213, 94, 0", "204, 121, 167", "86, 180, 233"
     expected = {
-        "": [none] * 4,
+        "": [("", 0)] * 4,
         "entropy": [(pink, 0.043), (pink, 0.085), (pink, 0.128), (pink, 0.638)],  # of 2 nats
         "probability": [(orange, 0.081), (orange, 0.334), (orange, 0.735), (orange, 0.834)],  # of another token
         "ratio": [(blue, 0.85), (blue, 0), (orange, 0.298), (orange, 0.85)],  # log 1.4 and log 0.5 are off the scale
         "advantage": [(blue, 0.567)] * 4,
-        "clip": [("86 180 233", 1), *[none] * 3],
+        "clip": [(sky, 1), *[("", 0)] * 3],
     }
     for name, colours in expected.items():
         report.select_option("#colour", name)
         columns(report)
-        assert tints(report) == [(colour, pytest.approx(share, abs=0.01)) for colour, share in colours], name
+        tokens = report.query_selector_all(".run >> nth=0 >> details >> nth=0 >> .token")
+        found = [token.evaluate("token => token.style.backgroundColor") for token in tokens]
+        for text, (colour, share) in zip(found, colours, strict=True):
+            rgb, alpha = re.fullmatch(r"(?:rgba?\((\d+, \d+, \d+)(?:, ([\d.]+))?\))?", text).groups("")
+            assert rgb == colour, name
+            assert float(alpha or bool(rgb)) == pytest.approx(share, abs=0.01), name
 
 
 def test_filters_leave_what_was_asked_for(report: Any) -> None:
