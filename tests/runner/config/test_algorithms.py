@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 import pytest
 from refusals import refused
 from small import Dapo, Notes, small_recipe, write_recipe
+from test_config import split
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.objective import resolve_objective
@@ -94,10 +95,10 @@ def test_no_algorithm_is_dapo() -> None:
         ),
         ("algorithm=dapo sampler.filter_groups=correctness", ""),
         ("algorithm=dapo sampler.filter_groups=reward", "sampler.filter_groups=reward"),
-        ("algorithm=dapo sampler.filter_groups=reward reward.parts=[{use:\\sinteger}]", ""),
+        ("algorithm=dapo sampler.filter_groups=reward reward.parts=[{use: integer}]", ""),
         # What the algorithm sets as well, and what no algorithm decides.
         ("algorithm=grpo loss.overrides.kl_coef=0.04 rollout.group_size=8 run.seed=3", ""),
-        ("algorithm=grpo advantage.segments={kind:\\schain}", "advantage.segments=a\\ssection"),
+        ("algorithm=grpo advantage.segments={kind: chain}", "advantage.segments=a section"),
         ("algorithm=spo_chain advantage.segments=null", "advantage.segments=null"),
         (
             "algorithm=spo_chain advantage.segments.mask=false advantage.segments.interval=1",
@@ -109,9 +110,8 @@ def test_no_algorithm_is_dapo() -> None:
 def test_a_recipe_wins_over_its_algorithm_and_the_departures_are_listed(
     overrides: str, expected: str, tmp_path: Path
 ) -> None:
-    config = config_of(*(word.replace("\\s", " ") for word in overrides.split()))
-    found = {text.split(" (")[0] for text in departures(config)}
-    assert found == {word.replace("\\s", " ") for word in expected.split()}
+    config = config_of(*split(overrides))
+    assert {text.split(" (")[0] for text in departures(config)} == set(split(expected))
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from builders import make_config
 from refusals import refused
 
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
-from dapo_runner.config import Config, TreeShape, apply_overrides, cautions, dump_config, load_config
+from dapo_runner.config import Config, TreeShape, apply_overrides, cautions, dump_config, load_config, parse_config
 from dapo_runner.config.reading import every_key, section_of
 from dapo_runner.config.section import Section, conditions_of
 from dapo_runner.errors import ConfigError
@@ -31,18 +32,15 @@ reward: {overlong: {cache_length: 16}}
 """
 
 
+def split(overrides: str) -> list[str]:
+    """Split at the spaces before a key."""
+    return re.split(r" (?=[\w.]+=)", overrides) if overrides else []
+
+
 def load(folder: Path, overrides: str = "", more: str = "") -> Config:
-    """The configuration of a small recipe with overrides, split at spaces outside of brackets."""
     path = folder / "recipe.yaml"
     path.write_text(MINIMAL + more)
-    words, depth = [""], 0
-    for letter in overrides:
-        depth += (letter in "[{") - (letter in "]}")
-        if letter == " " and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return load_config(path, list(filter(None, words)))
+    return load_config(path, split(overrides))
 
 
 def test_what_follows_from_other_settings(tmp_path: Path) -> None:
@@ -56,13 +54,13 @@ def test_what_follows_from_other_settings(tmp_path: Path) -> None:
         config.run.steps = 3  # type: ignore[misc]
 
 
-def test_overrides_are_yaml_and_leave_their_input_alone(tmp_path: Path) -> None:
+def test_overrides_are_yaml_and_leave_their_input_alone() -> None:
     raw = {"a": {"b": 1, "c": 2}}
     merged = apply_overrides(raw, ["a.b=null", "a.d.e=[1, x]", "f=a=b"])
     assert merged == {"a": {"b": None, "c": 2, "d": {"e": ["1", "x"]}}, "f": "a=b"}
     assert raw == {"a": {"b": 1, "c": 2}}
-    for override in ("optimizer.lr=1e-4", "--optimizer.lr=1e-4", "--optimizer.lr 1e-4"):
-        assert load(tmp_path, override).optimizer.lr == 1e-4
+    for override in (["optimizer.lr=1e-4"], ["--optimizer.lr=1e-4"], ["--optimizer.lr", "1e-4"]):
+        assert parse_config(apply_overrides(yaml.safe_load(MINIMAL), override)).optimizer.lr == 1e-4
 
 
 @pytest.mark.parametrize(

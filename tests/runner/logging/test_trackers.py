@@ -20,20 +20,15 @@ from builders import make_config, make_group
 from refusals import refused
 from small import Dapo, write_recipe
 
-from dapo_runner.config import Config
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.rollout_log import ROLLOUTS, read_step, saved_steps
 from dapo_runner.logging.trackers import Trackers
 from docs.glossary import is_documented
 
 
-def config_with(folder: Path, tracker: str) -> Config:
-    run = {"name": "mine", "output_dir": str(folder)}
-    return make_config(logging={"trackers": [tracker], "project": "p"}, run=run)
-
-
 def open_one(name: str, folder: Path, first: int = 1, is_resumed: bool = False) -> Trackers:
-    config = config_with(folder, name)
+    run = {"name": "mine", "output_dir": str(folder)}
+    config = make_config(logging={"trackers": [name], "project": "p"}, run=run)
     config.run_dir.mkdir(exist_ok=True)
     return Trackers(config, first, print, is_resumed)
 
@@ -108,8 +103,8 @@ def test_a_tracker_that_cannot_be_opened(wandb: FakeWandb, tmp_path: Path, capsy
         open_one("wandb", tmp_path)
     open_one("wandb", tmp_path, is_resumed=True).write(1, "step", {})
     (line,) = capsys.readouterr().out.splitlines()
-    for part in ("logging.trackers", "wandb", "No API key configured."):
-        assert part in line
+    assert "wandb" in line
+    assert "No API key configured." in line
 
 
 def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path, start: Path, dapo: Dapo) -> None:
