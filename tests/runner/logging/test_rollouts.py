@@ -64,16 +64,8 @@ def test_everything_about_a_sample_comes_back(tmp_path: Path) -> None:
     assert second["prompt"]["answer"] == "\ud800"  # half a surrogate pair
     assert [second["samples"][0][key] for key in ("reward", "advantage")] == [None, None]  # not finite
     json.dumps(saved.groups, allow_nan=False)
-
-
-@pytest.mark.parametrize(("limit", "names"), [(2, ["a", "b"]), (None, ["a", "b", "c"]), (0, [])])
-def test_the_first_groups_are_saved_and_the_header_counts_all(
-    tmp_path: Path, limit: int | None, names: list[str]
-) -> None:
-    write(open_log(tmp_path / "r", groups=limit), 1, GROUPS)
-    assert (tmp_path / "r").exists() == bool(names)
-    for saved in [read_step(path) for path in saved_steps(tmp_path / "r").values()] if names else []:
-        assert (saved.n_groups, [group["prompt"]["id"] for group in saved.groups]) == (3, names)
+    write(open_log(tmp_path / "none", groups=0), 12, groups)
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_oldest_steps_are_removed_and_that_is_noted_once(

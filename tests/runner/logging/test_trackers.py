@@ -33,11 +33,10 @@ def open_one(name: str, folder: Path, first: int = 1, is_resumed: bool = False) 
     return Trackers(config, first, print, is_resumed)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
-def test_a_missing_package_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    command = ["train", write_recipe(tmp_path), f"logging.trackers=[{name}]", "--dry-run"]
-    dapo.refuses(f"logging.trackers: [{name}]", *command)
+def test_a_missing_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    command = ["train", write_recipe(tmp_path), "logging.trackers=[mlflow]", "--dry-run"]
+    dapo.refuses("logging.trackers: [mlflow]", *command)
 
 
 class FakeWandb(types.ModuleType):

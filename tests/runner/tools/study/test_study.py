@@ -30,8 +30,8 @@ from matplotlib.text import Text
 from refusals import refused
 from small import Dapo, small_recipe
 
-from dapo_runner import commands
 from dapo_runner.cli import main
+from dapo_runner.commands import study as study_command
 from dapo_runner.config import ConfigError, dump_config, lay_settings, parse, parse_config, read_recipe
 from dapo_runner.config.commands import StudyConfig
 from dapo_runner.run.folder import write_config
@@ -356,7 +356,7 @@ def test_what_ends_one_run_does_not_touch_the_others(
 ) -> None:
     """Ten minutes after another, they end."""
     clock = count(0, 600)
-    monkeypatch.setattr(commands.study, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(study_command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     runs = planned(tmp_path, variants=VARIANTS[:2])[1]
     for run in runs:
         finish(run, [0.2, 0.3, 0.5])
