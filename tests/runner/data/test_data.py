@@ -35,7 +35,6 @@ from dapo_runner.rewards.scoring import unmatchable_answers
 ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
 COLUMNS = {"prompt": "q", "answer": "a"}
 SYSTEM, TALK, LETTERED = ["system: S"], ["system: S", "user: a", "assistant: b"], "?\nA. x\nB. y"
-CHOICES: dict[str, Any] = {"choices": "o"}
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
@@ -82,24 +81,24 @@ def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) 
 
 
 @pytest.mark.parametrize(
-    ("row", "named", "context", "question", "answer"),
+    ("row", "context", "question", "answer"),
     [
-        ({"q": " Hi ", "a": 5}, {}, SYSTEM, "Hi", "5"),
-        ({"q": turns("user: Hi"), "a": 0.5}, {}, SYSTEM, "Hi", "0.5"),
-        ({"q": turns("system: own", "user: Hi"), "a": {"k": "é"}}, {}, ["system: own"], "Hi", '{"k": "é"}'),
-        ({"q": turns("user: a", "assistant: b", "user: c"), "a": [1, "a"]}, {}, TALK, "c", '[1, "a"]'),
-        ({"q": "?", "o": ["x", "y"], "a": 1}, CHOICES, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": ["x", "y"], "a": "B"}, CHOICES, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": ["x", "y"], "a": "y"}, CHOICES, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": {"text": ["x", "y"], "label": ["1", "2"]}, "a": "2"}, CHOICES, SYSTEM, LETTERED, "B"),
-        ({"q": "?", "o": ["x", "y"], "a": 1}, CHOICES | {"answer": None}, SYSTEM, LETTERED, ""),
+        ({"q": " Hi ", "a": 5}, SYSTEM, "Hi", "5"),
+        ({"q": turns("user: Hi"), "a": 0.5}, SYSTEM, "Hi", "0.5"),
+        ({"q": turns("system: own", "user: Hi"), "a": {"k": "é"}}, ["system: own"], "Hi", '{"k": "é"}'),
+        ({"q": turns("user: a", "assistant: b", "user: c"), "a": [1, "a"]}, TALK, "c", '[1, "a"]'),
+        ({"q": "?", "o": ["x", "y"], "a": 1}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": "B"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"], "a": "y"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": {"text": ["x", "y"], "label": ["1", "2"]}, "a": "2"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": ["x", "y"]}, SYSTEM, LETTERED, ""),
     ],
 )
 def test_a_row_becomes_a_problem(
-    tmp_path: Path, row: dict[str, Any], named: dict[str, Any], context: list[str], question: str, answer: str
+    tmp_path: Path, row: dict[str, Any], context: list[str], question: str, answer: str
 ) -> None:
-    path, columns = write_rows(tmp_path / "d.jsonl", [row]), ColumnsConfig.model_validate({**COLUMNS, **named})
-    (problem,) = read_problems(path, columns=columns, system="S")
+    columns = ColumnsConfig(prompt="q", answer="a" if "a" in row else None, choices="o" if "o" in row else None)
+    (problem,) = read_problems(write_rows(tmp_path / "d.jsonl", [row]), columns=columns, system="S")
     assert [f"{role}: {text}" for role, text in problem.context] == context
     assert (problem.question, problem.answer) == (question, answer)
 
@@ -137,7 +136,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
 
 @pytest.mark.parametrize(("row", "parts"), BAD_ROWS, ids=str)
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], parts: str) -> None:
-    columns = COLUMNS | (CHOICES if "o" in row else {}) if row.keys() <= {"q", "a", "o", "b"} else None
+    columns = COLUMNS | ({"choices": "o"} if "o" in row else {}) if row.keys() <= {"q", "a", "o", "b"} else None
     good = {"q": "!", "a": "1", "o": ["1", "2"]} if columns else gsm8k_row("a", "1")
     with refused("data.columns", parts=["d.jsonl", "row 2", *parts.split(" ", 1)]):
         load(tmp_path / "d.jsonl", [good, row], columns=columns)
