@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from small import Dapo
 
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.data.reading import read_problems
+from dapo_runner.files import read_jsonl
 from dapo_runner.tools.convert.rules import RejectedError, Reply, as_integer, check, read_reply, request
 from dapo_runner.tools.convert.run import is_same
 
@@ -128,16 +128,12 @@ def arguments(folder: Path, api: FakeAPI, name: str = "out", *more: str) -> list
     return ["convert-answers", str(data), str(folder / f"{name}.jsonl"), *here, *more]
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_what_passes_is_kept_with_its_evidence(tmp_path: Path, dapo: Dapo) -> None:
     with FakeAPI(answering) as api:
         assert re.search(r"^7\b.*out\.jsonl$", dapo(*arguments(tmp_path, api)), re.MULTILINE)
         assert len(api.bodies) == 8  # also of the problem without its instruction, but not of the integer
         dapo.refuses(str(tmp_path / "out.jsonl"), *arguments(tmp_path, api))
-    kept, rejected = (rows_of(tmp_path / f"out{name}.jsonl") for name in ("", ".rejected"))
+    kept, rejected = (read_jsonl(tmp_path / f"out{name}.jsonl") for name in ("", ".rejected"))
     assert [problem.answer for problem in read_problems(tmp_path / "out.jsonl")] == ["19"] * 5 + ["3", "19"]
     evidence = {"problem": PROBLEMS[0][0], "agrees": {"quantity": True, "form": True}}
     evidence |= {"values": {"k": 11, "m": 2, "n": 6}, "reply": answer_as(0)}
@@ -159,7 +155,7 @@ def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: 
         asked = len(api.bodies) - 3  # without the retries of the one that failed
         assert asked == 3
         journal = tmp_path / "lost.journal.jsonl"
-        assert len(rows_of(journal)) == 1 + 1 + asked
+        assert len(read_jsonl(journal)) == 1 + 1 + asked
         journal.write_text(journal.read_text() + '{"key": "cut')  # what a kill leaves
         assert not (tmp_path / "lost.jsonl").exists()
         dapo(*command, "model=another", code=2)
