@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from builders import CharTokenizer, make_completion, make_config, make_prompt
 from refusals import refused
+from small import Dapo, events_of, write_recipe
 
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import DUPLICATES, IN_HELDOUT, Dataset, load_data
@@ -102,3 +103,14 @@ def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:
         load({"name": "chain_su", "config": {}}, limit=4, eval_size=1)
     assert config_of(SUMS).reward.kind == "reasoning_gym"
     assert config_of(SUMS, reward={"kind": "integer"}).reward.kind == "integer"
+
+
+def test_a_run(tmp_path: Path, model_folder: Path, dapo: Dapo) -> None:
+    data = "data={reasoning_gym: [{name: chain_sum, config: {max_terms: 2, max_digits: 1}}], limit: 8, eval_size: 2}"
+    model = f"model={{path: {model_folder}, dtype: float32}}"
+    sizes = ["rollout.max_prompt_tokens=240", "optimizer.token_budget=512", "reward.workers=1"]
+    small = ["sampler.filter_groups=false", "run.eval_every=0"]
+    dapo("train", write_recipe(tmp_path, steps=1), model, data, *sizes, *small)
+    run = tmp_path / "runs" / "small"
+    assert [event["step"] for event in events_of(run)] == [1]
+    assert "eval/avg@2" in events_of(run, "eval")[-1]

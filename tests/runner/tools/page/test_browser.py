@@ -148,7 +148,7 @@ def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
     assert shown() == (["5", "5"], 2)
 
 
-def test_hostile_text_is_text(report: Any) -> None:
+def test_hostile_text_is_text_and_its_tokens_tell_their_values(report: Any) -> None:
     left, right = columns(report)
     assert SCRIPT in left.query_selector(".prompt").inner_text()
     response = left.query_selector(".response").text_content()
@@ -157,15 +157,7 @@ def test_hostile_text_is_text(report: Any) -> None:
     summary = left.query_selector("summary").text_content()
     assert [part for part in ("+1 ", "<i>brief +0.5", "+1.33", "4 ", IMAGE) if part not in summary] == []
     assert report.query_selector("#rollouts img, #rollouts script, #rollouts b, #rollouts i") is None
-    report.select_option("#groups", "all-incorrect")
-    prompt = columns(report)[0].query_selector(".prompt").text_content()
-    assert prompt == "\\u202e\\ud800 & <i>"
-
-
-def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
-    left, _ = columns(report)
     tokens = left.query_selector_all("details >> nth=0 >> .token")
-    assert len(tokens) == len(PIECES)
     marks = [set(token.get_attribute("class").split()) - {"token", "assistant"} for token in tokens]
     assert marks == [{"clipped"}, set(), set(), {"high"}]
     masked = left.query_selector_all("details >> nth=2 >> .token.masked")  # the third answer does not train
@@ -174,6 +166,9 @@ def test_tokens_stand_out_and_tell_their_values(report: Any) -> None:
     told = report.inner_text("#token")
     for value in ("token 1", "entropy 0.1", "ratio 1.4", "logprob -0.1", "engine logprob -0.125", 'clip "high"'):
         assert value in told
+    report.select_option("#groups", "all-incorrect")
+    prompt = columns(report)[0].query_selector(".prompt").text_content()
+    assert prompt == "\\u202e\\ud800 & <i>"
 
 
 def test_colours_follow_the_value_that_was_chosen(report: Any) -> None:
