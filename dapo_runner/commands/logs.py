@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.files import to_jsonl
 from dapo_runner.logging.metrics import TIMINGS_FILE, read_log
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
@@ -77,8 +77,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     saved = load_step(options.run, options.step, what, options.group)
     if options.json:
-        for group in saved.groups:
-            print(json.dumps(group, ensure_ascii=False))
+        print(to_jsonl(saved.groups).decode(), end="")
     elif options.group is not None:
         console.print(render_group(saved.groups[0], saved), soft_wrap=not console.is_terminal)
     else:

@@ -138,7 +138,7 @@ def run(tmp_path: Path) -> Path:
     """Two steps of three groups, two of which are saved, and an evaluation."""
     samples = (
         answering(make_sample(True, extracted="7"), "Wait, no. [bold]3+4[/bold]\nAnswer: 7"),
-        answering(make_sample(False, truncated=True, penalty=-0.5, trains=False), "\x1b]0;title\x07等等，\u202e"),
+        answering(make_sample(False, truncated=True, penalty=-0.5, trains=False), "\x1b]0;title\x07等等，\u202e\ud800"),
     )
     groups = [Group(make_prompt(name, answer="7"), samples) for name in ("first", "second", "third")]
     log = open_log(tmp_path / ROLLOUTS, groups=2)
@@ -159,7 +159,7 @@ SHOWN = {
         "sample 2 incorrect · reward -1.5 = answer -1 + length -0.5 · advantage -0.707 · 4 tokens, truncated",
         "extracted None (answer-line) · does not train",
         "Wait, no. [bold]3+4[/bold]\nAnswer: 7",  # markup of a response is text
-        "\\x1b]0;title\\x07等等，\\u202e",  # and its control characters do nothing
+        "\\x1b]0;title\\x07等等，\\u202e\\ud800",  # and its control characters do nothing
         "second",
     ],
     "--step 4 --group 2": ["step 4 · group 2 of 3"],

@@ -1,6 +1,6 @@
 """`dapo serve`: what it starts, the key without which a server answers nobody, and the one run that it belongs to.
 
-And settings that no server could serve; the others are in the table of `tests/runner/config/test_refusals.py`.
+And settings that no server could serve; the others are in the table of `tests/runner/config/test_config.py`.
 """
 
 from __future__ import annotations
