@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -385,12 +386,15 @@ def test_offsets_on_a_device(wrong: list[int], monkeypatch: pytest.MonkeyPatch) 
 
 
 def shared(rank: int) -> None:
+    """Also on the path of a device, which gathers what is kept itself."""
     group = dist.group.WORLD
     for cut in ((34, 33), (66, 1), (67, 0)):
         for case, more in ((hidden_case(seed=17), {"chunk_bytes": 5 * V * 8}), (rows_case(seed=17), {})):
             how: dict[str, Any] = {"mask": case.mask, "sampling_mask": SamplingMask.from_kept(kept_by(case)), **more}
             compare(group, case, cut, "dapo", entropy_coef=0.1, **how)
             compare(group, case, cut, "gspo", cu_seqlens=case.cu_seqlens, entropy=True, **how)
+            with device_path(), patch("torch.cuda.is_current_stream_capturing", return_value=False):
+                compare(group, case, cut, "dapo", entropy_coef=0.1, **how)
     differing = [[int(x), *([] if int(x) == rank else [rank])] for x in case.target_ids]
     with pytest.raises(ValueError, match="target_ids"):
         call(case, "dapo", sampling_mask=SamplingMask.from_lists(differing), group=group)
