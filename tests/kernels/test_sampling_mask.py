@@ -299,8 +299,10 @@ def test_lists_that_do_not_fit(made: Any) -> None:
     def fourth(*ids: int) -> SamplingMask:
         return SamplingMask.from_lists([*whole[:4], list(ids), *whole[5:]])
 
+    without_targets = [[x for x in range(V) if x != int(target)] for target in case.target_ids]
     wrong: list[tuple[Any, type[Exception], str]] = [
-        (fourth(*(x for x in range(V) if x != target)), ValueError, f"4 .*{target} .*{V - 1}"),
+        (fourth(*without_targets[4]), ValueError, f"4 .*{target} .*{V - 1}"),
+        (SamplingMask.from_lists(whole[:4] + without_targets[4:]), ValueError, "token 4"),  # the first
         (fourth(target, *{3, 9} - {target}, 9 if target == 3 else 3), ValueError, "token 4"),  # twice
         (fourth(target, V), IndexError, rf"4 .*{V}, .*\[0, V\)"),
         (fourth(target, -1, -1), IndexError, r"4 .* -1, .*\[0, V\)"),
