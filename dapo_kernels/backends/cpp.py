@@ -147,7 +147,7 @@ class KeptRows:
         )
         if not good:
             check_rows(request, logits.shape[-1])
-        self.request = listed._replace(target_ids=places, partial=True)
+        self.request = listed._replace(target_ids=places)
         self.capped = None
         if request.softcap is not None:
             self.logits = self.logits.float().div_(request.softcap).tanh_().mul_(request.softcap)
