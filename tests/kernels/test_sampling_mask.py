@@ -397,7 +397,7 @@ def shared(rank: int) -> None:
             compare(group, case, cut, "gspo", cu_seqlens=case.cu_seqlens, entropy=True, **how)
             with device_path(), patch("torch.cuda.is_current_stream_capturing", return_value=False):
                 compare(group, case, cut, "dapo", entropy_coef=0.1, **how)
-    differing = [[int(x), *([] if int(x) == rank else [rank])] for x in case.target_ids]
+    differing = [[int(x), *({2 * rank} - {int(x)})] for x in case.target_ids]
     with pytest.raises(ValueError, match="target_ids"):
         call(case, "dapo", sampling_mask=SamplingMask.from_lists(differing), group=group)
 
