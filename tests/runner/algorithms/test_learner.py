@@ -134,18 +134,20 @@ def test_updates_are_adamw(model_folder: Path, dtype: str, offload: bool) -> Non
 
 
 def test_gradients_on_their_way_to_the_host_are_waited_for_late_and_once() -> None:
-    """A copy is waited for when IN_FLIGHT later ones are under way, the others before they are used."""
+    """A copy is waited for when IN_FLIGHT later ones are under way, the others before they are used. They add up in
+    float32.
+    """
     parameter, waited = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), list[int]()
     weights = MasterWeights({"w": parameter}, offload=True)
     for number in range(5):
         event: Any = SimpleNamespace(synchronize=partial(waited.append, number))
-        weights.arriving.append((weights.tensors["w"], torch.full((2,), number), event))
+        weights.arriving.append((weights.tensors["w"], torch.full((2,), 8.0**-number, dtype=torch.bfloat16), event))
         weights.receive(IN_FLIGHT)
     assert waited == list(range(5 - IN_FLIGHT))
     (master,) = weights.gradients()
     assert waited == list(range(5))
     assert master.grad is not None
-    assert master.grad.tolist() == [10, 10]
+    assert master.grad.tolist() == [sum(8.0**-number for number in range(5))] * 2
 
 
 FLOAT16: dict[str, dict[str, Any]] = {
