@@ -119,8 +119,15 @@ def test_layouts() -> None:
 def test_a_layout_that_does_not_fit_is_refused(name: str) -> None:
     with refused(f"parallel.{name}"):
         make_layout(config(**{name: {"gpus": 8, "rollout_tensor": 4}.get(name, 3)}), 4, 2)
-    with refused("parallel.gpus"):  # without a launcher
+
+
+def test_several_processes_without_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train alone, in one folder."""
+    with refused("parallel.gpus"):
         open_world(config(gpus=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with refused("WORLD_SIZE=2"):
+        open_world(config())
 
 
 def lose_rank_1(rank: int, how: str, folder: Path) -> None:
