@@ -21,8 +21,11 @@ from small import Dapo, Notes, events_of, write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.config import load_config
+from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.preflight import doctor
 from dapo_runner.preflight.needs import check_needs
+from dapo_runner.rewards.reward import RewardError
+from dapo_runner.rollout.episodes import EpisodeError
 from dapo_runner.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,12 +211,20 @@ def test_doctor_judges_versions(package: str, installed: str, state: str, monkey
     assert finding.advice.startswith(remedy) == (not state.endswith(", supported"))
 
 
-def test_an_interrupted_run_ends_with_130(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt, 130), (StepGivenUpError, 130), *((error, 1) for error in (EpisodeError, RewardError))],
+)
+def test_what_ends_a_run_is_one_line_with_its_code(
+    error: type[BaseException], code: int, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise error("too many")
 
-    monkeypatch.setattr("dapo_runner.commands.train.train", interrupted)
-    dapo("train", write_recipe(tmp_path), code=130)
+    monkeypatch.setattr("dapo_runner.commands.train.train", ended)
+    dapo("train", write_recipe(tmp_path), code=code)
+    assert dapo.err.count("\n") == 1
+    assert ("too many" in dapo.err) == (code == 1)
 
 
 def test_everything_that_is_missing_is_named(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
