@@ -128,6 +128,12 @@ def test_adapters_of_layers_and_of_the_head() -> None:
         assert relative_error(gradients(policy.model), eager) < 1e-4
     with policy.model.disable_adapter():
         assert head_of(policy.model, expected).lora is None
+    policy.model.add_adapter("ref", configs[6])  # as TRL adds one that is the reference of an adapter trained before
+    for name, differs in (("ref", True), ("default", False)):
+        policy.model.set_adapter(name)
+        logprobs = target_logprobs(policy.model(input_ids=rows["input_ids"]).logits, rows)
+        torch.testing.assert_close(logprobs_of(policy, rows), logprobs, atol=1e-5, rtol=1e-5)
+        assert torch.allclose(logprobs, expected) != differs
 
 
 def several_adapters() -> Any:
