@@ -64,6 +64,7 @@ READ = [  # rule, response, what it extracts, where
     ("gsm8k", "Answer: 3 x $4 = $12.50 each.", "12.5", "answer-line"),
     ("gsm8k", "18", None, "none"),
     ("integer", "it is 10-3", "3", "last-integer"),
+    ("integer", "it is $10 − $3", "3", "last-integer"),
     ("integer", "pages 3–5", "5", "last-integer"),
     ("integer", "10 -3", "-3", "last-integer"),
     ("integer", "7 or 1/2", "7", "last-integer"),
