@@ -6,6 +6,7 @@ The truth is autograd in float64 over the kept logits alone, and ``policy_loss``
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +33,7 @@ from dapo_kernels import (
     use_backend,
 )
 from dapo_kernels.backends import available_backends, registry
-from dapo_kernels.engine.kept import KeptTokens
+from dapo_kernels.engine.kept import KeptTokens, TruncatedSupport
 from dapo_kernels.records import RowRequest, Slopes
 
 V, H, LENGTHS = 67, 12, (7, 0, 2, 12, 3)  # a sequence without tokens
@@ -382,6 +383,18 @@ def test_offsets_on_a_device(wrong: list[int], monkeypatch: pytest.MonkeyPatch) 
     lists = SamplingMask(torch.tensor([1, 2, 3]), torch.tensor(wrong))
     with use_backend("torch"), device_path(), pytest.raises(RuntimeError):
         token_logprobs(logits, ids, sampling_mask=lists)
+
+
+def test_ids_of_other_ranks_are_none_of_these_columns() -> None:
+    """On a device each of them has the place of an id that is."""
+    live = torch.tensor([True])
+    lists = (live, torch.arange(-40, 60), torch.zeros(100, dtype=torch.int64), torch.tensor([0, 100]))
+    request = RowRequest(torch.tensor([3]), live, 1.0, None, True, True, *lists)
+    for path, n_others in ((nullcontext(), 0), (device_path(), 80)):
+        with path:
+            found = TruncatedSupport.of(torch.zeros(1, 20, dtype=torch.float64), request)
+        assert found.ids[found.here].tolist() == list(range(20))
+        assert found.ids[~found.here].tolist() == [0] * n_others
 
 
 # --- a vocabulary that ranks share ------------------------------------------------------------------------
