@@ -19,6 +19,7 @@ from builders import write_rows
 from refusals import refused
 from small import Dapo, Notes, events_of, write_recipe
 
+from dapo_kernels.backends.registry import cuda_build
 from dapo_runner.cli import main
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepGivenUpError
@@ -180,6 +181,7 @@ def test_help_and_doctor_need_nothing(dapo: Dapo) -> None:
     assert [what for what in found if f"{what} " not in out] == []
     assert found["backend torch"].advice == ""
     assert "float32: " in found["on cpu"].state
+    assert ("built for" in found["CUDA kernels"].state) == (cuda_build() is not None)
 
 
 REMEDIES = {"trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'", "vllm": "'vllm>=0.32'"}
