@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import HEAD, Case, linear_case, logits_case, part_of
 from entries import LOGITS_ENTRIES, call, token_values
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import covariances, highest, share_down, share_up
 from test_random import FIXED
@@ -35,6 +35,7 @@ def indices(mask: Tensor) -> set[int]:
     ties=st.booleans(),
     garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf, 1e38]),
 )
+@example(n=1, dead=0.0, seed=0, share=1.0, ties=False, garbage=0.0)
 @settings(FIXED, max_examples=80)
 def test_selections_take_the_highest(n: int, dead: float, seed: int, share: float, ties: bool, garbage: float) -> None:
     """Of ties the earlier token, whatever dead tokens hold."""
