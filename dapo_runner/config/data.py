@@ -45,7 +45,7 @@ class ColumnsConfig(Section):
     prompt: str  # a text, or a list of chat messages {role, content}
     answer: str | None = None  # the ground truth; null if the reward does not need it
     choices: str | None = None  # options of a multiple-choice problem, shown as A. B. …; the answer becomes a letter
-    source: str = "data_source"  # evaluation metrics are also logged per value of this column
+    source: str = "data_source"  # evaluation metrics are also logged per value of this column; the default is optional
 
 
 class SourceConfig(Section):

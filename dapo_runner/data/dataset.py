@@ -110,17 +110,16 @@ def _read(data: DataConfig, report: DataReport) -> Problems:
     train = read(data)
     if data.eval:
         return train, {name: read(chosen) for name, chosen in data.eval.items()}
-    heldout = cut_heldout(train, data.eval_size)
+    heldout = cut_heldout(train, data.eval_size, "data.eval")
     cut = set(map(id, heldout))
     return [problem for problem in train if id(problem) not in cut], {"": heldout}
 
 
-def cut_heldout(rows: Sequence[T], size: int) -> list[T]:
-    """Sample held-out rows. They do not depend on the seed, so that runs over one file use the same ones."""
+def cut_heldout(rows: Sequence[T], size: int, key: str) -> list[T]:
+    """Sample held-out rows, the same in all runs over a file. ``key``: the setting for held-out rows from elsewhere."""
     if size >= len(rows) > 0:
         raise ConfigError(
-            f"data.eval_size: expected fewer than the {len(rows)} rows of the training file, got {size}. Lower it, or "
-            "name evaluation sets (data.eval, data.eval_path)."
+            f"data.eval_size: expected fewer than the {len(rows)} training rows, got {size}. Lower it, or set {key}."
         )
     return random.Random("held-out").sample(rows, size if rows else 0)
 

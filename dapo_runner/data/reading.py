@@ -162,7 +162,8 @@ _READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parq
 
 
 def _from_columns(row: Mapping[str, Any], columns: ColumnsConfig, system: str | None) -> Problem:
-    prompt, source, shown = get_column(row, columns.prompt), row.get(columns.source), ""
+    prompt, shown, name = get_column(row, columns.prompt), "", columns.source
+    source = row.get(name) if name == "data_source" else get_column(row, name)
     answer = None if columns.answer is None else get_column(row, columns.answer)
     if columns.choices is not None:
         choices = _choices(get_column(row, columns.choices), columns.choices)

@@ -55,7 +55,7 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
 
     train = read(data.path, data.limit)
     if data.eval_path is None:
-        heldout = cut_heldout(train, data.eval_size)
+        heldout = cut_heldout(train, data.eval_size, "data.eval_path")
         report[IN_HELDOUT] -= len(heldout)
     else:
         rows = read(data.eval_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"a": "1", "b": 2}, "'q' a, b"),
     ({"q": "?"}, "'a' q"),
+    ({"q": "?", "a": "1", "s": "no source"}, "'source' q, a, s"),
     ({"q": "?", "a": None}, "answer"),
     ({"q": "?", "a": " "}, "answer"),
     ({"q": 3, "a": "1"}, "prompt"),
@@ -136,8 +138,9 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
 
 @pytest.mark.parametrize(("row", "parts"), BAD_ROWS, ids=str)
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], parts: str) -> None:
-    columns = COLUMNS | ({"choices": "o"} if "o" in row else {}) if row.keys() <= {"q", "a", "o", "b"} else None
-    good = {"q": "!", "a": "1", "o": ["1", "2"]} if columns else gsm8k_row("a", "1")
+    columns = COLUMNS | ({"choices": "o"} if "o" in row else {}) if row.keys() <= {"q", "a", "o", "b", "s"} else None
+    columns = columns and columns | ({"source": "source"} if "s" in row else {})
+    good = {"q": "!", "a": "1", "o": ["1", "2"], "source": "x"} if columns else gsm8k_row("a", "1")
     with refused("data.columns", parts=["d.jsonl", "row 2", *parts.split(" ", 1)]):
         load(tmp_path / "d.jsonl", [good, row], columns=columns)
 
@@ -272,8 +275,9 @@ def test_heldout_problems_are_cut_from_the_training_file(tmp_path: Path) -> None
     one, two = (load(tmp_path / "t.jsonl", rows, eval_size=10, limit=40, template="plain") for _ in range(2))
     assert len({p.id for p in (*one.train, *one.heldout)}) == len(one.train) + 10 == 40
     assert two.heldout == one.heldout
-    with refused("data.eval_size"):
+    with refused("data.eval_size", parts=["50"]) as caught:
         load(tmp_path / "t.jsonl", rows, eval_size=50)
+    assert set(re.findall(r"data\.\w+", str(caught.value))) == {"data.eval_size", "data.eval"}  # keys of `dapo train`
 
 
 def test_templates(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
     ("section", "key", "part"),
     [
         ("data: {columns: {prompt: q}}", "SUMS, row 1", "data.columns"),
-        ("data: {eval_size: 100}", "data.eval_size", "100"),
+        ("data: {eval_size: 100}", "data.eval_size", "data.eval_path"),
         ("data: {max_tokens: 2}", "data.path", "data.max_tokens"),
         ("data: {eval_size: 0, chat_template: always}", "data.chat_template", "'always'"),
         ("data: {path: no.jsonl}", "data.path", "no.jsonl"),
