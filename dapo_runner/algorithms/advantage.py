@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,7 @@ from torch import Tensor
 from dapo_runner.algorithms.returns import EPS
 from dapo_runner.algorithms.segments import segment_advantages
 from dapo_runner.config import AdvantageConfig, ConfigError
+from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
 from dapo_runner.types import Group, Sample, TruncatedSupport
 from dapo_runner.types import Sequence as TrainingSequence
@@ -77,7 +79,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int = 0) -> list[TrainingSequence]:
     """Return the training sequences of a step, in the order of their groups. ``step`` is the number of this step.
-    Raises ConfigError if a custom function does not return an advantage for each sample.
+    Raises ConfigError if a custom function raises, or does not return an advantage for each sample.
     """
     groups, segments = list(groups), config.segments
     if segments is not None:
@@ -126,15 +128,16 @@ def _turn_advantages(groups: Sequence[Group], advantage: Advantage, gamma: float
 def _turn_returns(sample: Sample, gamma: float) -> list[float]:
     rewards = [turn.reward or 0.0 for turn in sample.completion.policy_turns]
     rewards[-1] += sample.reward - sum(rewards)
-    returns = [0.0]
-    for reward in reversed(rewards):
-        returns.insert(0, reward + gamma * returns[0])
-    return returns[:-1]
+    return list(accumulate(reversed(rewards), lambda following, reward: reward + gamma * following))[::-1]
 
 
 def _plugin_advantages(groups: Sequence[Group], name: str) -> list[list[Tensor]]:
     """Return the advantages of a custom function: for each sample one, or one for each of its tokens."""
-    found = list(import_function("advantage.kind", name)(groups))
+    function = import_function("advantage.kind", name)
+    try:
+        found = list(function(groups))
+    except Exception as error:
+        raise ConfigError(f"advantage.kind: {name} raised {describe_error(error)}") from error
     sizes, wanted = [len(row) for row in found], [len(group.samples) for group in groups]
     if sizes != wanted:
         raise ConfigError(f"advantage.kind: expected lists of {wanted} advantages from {name}, got lists of {sizes}")

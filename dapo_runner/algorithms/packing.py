@@ -132,6 +132,5 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
 
 
 def _padding(n_positions: int) -> Sequence:
-    length = n_positions + 1
-    zeros = torch.zeros(length)
-    return Sequence(torch.zeros(length, dtype=torch.int64), zeros, torch.zeros(length, dtype=torch.bool), zeros, -1)
+    zeros = torch.zeros(n_positions + 1)
+    return Sequence(zeros.long(), zeros, zeros.bool(), zeros, -1)

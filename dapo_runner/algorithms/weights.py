@@ -35,9 +35,7 @@ class MasterWeights:
         for name, parameter in parameters.items():
             self.tensors[name] = parameter
             if offload or parameter.dtype != torch.float32:
-                master = (
-                    parameter.detach().to("cpu", torch.float32, copy=True) if offload else parameter.detach().float()
-                )
+                master = parameter.detach().to("cpu" if offload else parameter.device, torch.float32, copy=True)
                 self.tensors[name] = master.requires_grad_(parameter.requires_grad)
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._collect, master))

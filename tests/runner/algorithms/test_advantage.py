@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import longhand
@@ -213,7 +214,14 @@ def wrong(groups: list[Group]) -> list[Any]:
     return [WRONG[len(groups[0].prompt.id)] for _ in groups]
 
 
+def raises(groups: list[Group]) -> Any:
+    yield 1 / 0
+
+
 def test_wrong_advantages_of_ones_own_are_refused() -> None:
+    line = raises.__code__.co_firstlineno + 1
+    with refused("advantage.kind", parts=["ZeroDivisionError", f"({Path(__file__).name}:{line})"]):
+        make_sequences([make_group("RW")], AdvantageConfig(kind=f"{__name__}:raises"))
     for n in range(len(WRONG)):
         with refused("advantage.kind"):
             make_sequences([make_group("RW", n * "p")], AdvantageConfig(kind=f"{__name__}:wrong"))
