@@ -165,10 +165,11 @@ class GroupBuffer:
         return [self._describe_shortfall(sampled.stats)] if sampled.is_short else []
 
     def _describe_shortfall(self, n: SamplingStats) -> str:
+        hint = " (sampler.filter_groups=reward accepts them)" if self.filter_on == "correctness" else ""
         return (
             f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "
             f"Of {n['groups']} groups {n['all_correct']} are all correct, {n['all_incorrect']} all incorrect, "
-            f"{n['varying_reward_only']} of these have varying rewards (sampler.filter_groups=reward accepts them); "
+            f"{n['varying_reward_only']} of these have varying rewards{hint}; "
             f"{n['truncated']} of {n['samples']} samples are truncated (rollout.max_response_tokens)."
         )
 

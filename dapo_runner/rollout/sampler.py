@@ -23,8 +23,7 @@ class DynamicSampler:
         on_round: Callable[[int, SamplingStats], None] = lambda n_groups, stats: None,
     ) -> None:
         """Call ``on_round`` after every round with the number of accepted groups."""
-        self.cursor = cursor
-        self.buffer = buffer
+        self.cursor, self.buffer = cursor, buffer
         self.on_round = on_round
         self.n_rounds = 0  # rounds of the run so far
         self.in_flight = 0  # prompts in flight when the loaded state was saved; they are submitted again
