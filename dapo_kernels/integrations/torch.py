@@ -31,6 +31,7 @@ _REFUSED = {
     "bias": "it is taken from the model's head",
     "lora": "it is taken from the model's head",
     "softcap": "it is taken from the model's configuration",
+    "objective": "it is that of PolicyLoss(model, objective=…)",
     "main_grad": "a gradient added there bypasses the hooks that average over ranks",
 }
 _OF_LOGPROBS = set(inspect.signature(linear_token_logprobs).parameters)
@@ -114,7 +115,7 @@ class PolicyLoss(nn.Module):
                 tokens whose mask is not 0, as in ``generate``.
             mode: ``"logprobs"`` calls ``linear_token_logprobs`` with those of ``options`` that it has (``mask``,
                 ``temperature``, …), without advantages. Differentiable; under ``torch.no_grad()`` one GEMM.
-            options: keywords of ``linear_dapo_loss`` for this call.
+            options: keywords of ``linear_dapo_loss`` for this call, not ``objective``.
 
         Raises:
             ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor other than the head, which
@@ -274,7 +275,10 @@ def _check_model(model: Any) -> None:
     check_head(model)
     inner = _unwrapped(model)
     if inner.base_model is inner:
-        raise ValueError(f"PolicyLoss: {type(inner).__name__} must name the model below its head (base_model_prefix)")
+        raise ValueError(
+            f"PolicyLoss: {type(inner).__name__} must name the model below its head (base_model_prefix); "
+            "encoder-decoder models are not supported"
+        )
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
             "PolicyLoss: PEFT's prompt learning is not supported: it works in a forward that is not called"

@@ -149,6 +149,9 @@ def quantized() -> Any:
     return model
 
 
+T5 = {"vocab_size": VOCAB, "d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
+
+
 def other_adapter(name: str, **config: Any) -> Any:
     return adapted(getattr(pytest.importorskip("peft"), name)(**config))
 
@@ -164,6 +167,7 @@ def other_adapter(name: str, **config: Any) -> Any:
         (lambda: other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=2), "PEFT"),
         (several_adapters, "default, second"),
         (lambda: network().model, "LlamaModel"),
+        (lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), "encoder-decoder"),
         (quantized, "int8"),
         (lambda: torch.nn.DataParallel(network()), "DataParallel"),
     ],
@@ -189,6 +193,7 @@ BATCH = packed()
     ("error", "word", "change"),
     [
         (ValueError, "train", {"mode": "train"}),
+        (ValueError, "objective", {"objective": "grpo"}),
         (ValueError, "old_logprobs", {"mode": "logprobs"}),
         (ValueError, "attention_mask", ROWS | {"cu_seqlens": None, "attention_mask": torch.ones(6, 13)}),
         (ValueError, "cu_seqlens", {"cu_seqlens": None}),
