@@ -31,7 +31,7 @@ KEYS = {key for root in (Config, SftConfig, StudyConfig, ConvertConfig) for key 
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
 NAMED = re.compile(rf"^(?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+")
 IN_SETS = re.compile(r"^data\.eval\.\w+(\.(path|format|columns|subset|split|limit))?$")  # of a set with a name
-OF_MODELS = {"model.config.logits_scaling", "model.lm_head.weight", "model.model"}  # of transformers
+OF_MODELS = {"model.config.logits_scaling", "model.lm_head.weight", "model.model", "model.eval"}  # of transformers
 
 
 every_page = pytest.mark.parametrize("name", TEXTS)
@@ -103,8 +103,14 @@ def test_the_index_lists_every_page() -> None:
 
 def test_the_first_examples_run_as_they_stand() -> None:
     names: dict[str, object] = {}
-    for snippet in (*snippets(README, "python")[:1], *snippets(DOCS["first-loss.md"], "python")):
+    first = snippets(README, "python")[0]
+    named = re.findall(r'for example `"(\w+)"`', README + DOCS["guide.md"])
+    assert len(named) == 2
+    others = [first.replace("mask=mask)", f'mask=mask, objective="{name}")') for name in named]
+    for snippet in (first, *others, *snippets(DOCS["first-loss.md"], "python")):
         exec(snippet, names)  # the page compares the numbers itself
+    assert isinstance(figures := names["figures"], dict)
+    assert figures["clip_high"] > 0
 
 
 def test_what_the_readme_shows_is_so() -> None:
