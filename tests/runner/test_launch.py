@@ -38,7 +38,9 @@ def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, dapo: 
     read = plan(dapo, recipe, "--gpus", 2, overrides[0], "--max-restarts", 3, overrides[1])
     assert (read.standalone, read.nproc_per_node, read.max_restarts) == (True, "2", 3)
     assert read.training_script_args == ["train", recipe, *overrides]
-    read = plan(dapo, recipe, "--gpus", 8, "--nnodes", 2, "--rdzv-endpoint", "first:29500", *overrides)
+    read = plan(
+        dapo, recipe, "--gpus", 8, "--nnodes", 2, "--rdzv-endpoint", "first:29500", *overrides, "parallel.gpus=16"
+    )
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "first:29500")
     assert (read.rdzv_backend, read.standalone, read.max_restarts) == ("c10d", False, 0)
     assert not (tmp_path / "runs").exists()

@@ -266,7 +266,9 @@ def test_a_run_that_ended_early_is_saved_and_can_be_gone_on_with(start: Path, tm
     last, notes = run(2)
     assert last == 2
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [2]
-    assert any("step 2" in line and "avg@2" in line and "run.early_stop.patience=2" in line for line in notes.lines)
+    assert (
+        sum("step 2" in line and "avg@2" in line and "run.early_stop.patience=2" in line for line in notes.lines) == 1
+    )
     before = (folder / "metrics.jsonl").read_bytes()
     run(2)  # the same command again
     assert (folder / "metrics.jsonl").read_bytes() == before
