@@ -152,8 +152,7 @@ _EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
 # All repetitions are bounded, because a policy writes the text. After a line break, `A train …` begins a sentence.
 _SAID = re.compile(
     r"(?i:answer)\*{0,2}[ \t]{0,3}(?:(?i:is)|(?i:is[ \t]{0,3})?:(?:[\s*]{0,3}\n(?!\W{0,9}[A-Z] \w)\s{0,3})?)"
-    r"[ \t*$(\[\"'`\\]{0,6}"
-    r"(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9])"
+    r"[ \t*$(\[\"'`\\]{0,6}(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9])"
 )
 _BOXED = re.compile(r"\\boxed\{[ \t]{0,3}(?:\\text\w{0,2}\{)?[*(\[]{0,3}([A-Z])(?:[.):\]*][^{}]{0,90})?\}")
 _ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")
