@@ -57,13 +57,11 @@ class FunctionReward(CallingReward):
         return [first_error(per_prompt) or list(chain.from_iterable(per_prompt)) for per_prompt in found]
 
     def _judge_part(self, prompt: Prompt, part: Sequence[Completion]) -> list[Verdict | None]:
-        n, within = len(part), self.config.call_deadline
-        if not self.takes_batch:
-            returned = [call_within(within, partial(self.function, prompt, part[0]), self.is_async)]
-        else:
-            rows = [dict(prompt.row) for _ in part]
-            returned = call_within(within, partial(self.function, [prompt] * n, list(part), rows), self.is_async)
-        return _read_verdicts(returned, n, self.config)
+        n = len(part)
+        batch = [prompt] * n, list(part), [dict(prompt.row) for _ in part]
+        call = partial(self.function, *(batch if self.takes_batch else (prompt, part[0])))
+        returned = call_within(self.config.call_deadline, call, self.is_async)
+        return _read_verdicts(returned if self.takes_batch else [returned], n, self.config)
 
 
 def _read_verdicts(returned: Any, n: int, config: RewardConfig) -> list[Verdict | None]:

@@ -193,7 +193,6 @@ class Judge(CallingReward):
     def _ask_all(self, submitted: Mapping[Question, About]) -> dict[Question, RewardError]:
         """Ask the questions and save the judgements. Return the failures that `reward.calls.max_failed` allows."""
         votes = max(1, self.settings.votes)
-        results: Sequence[float | RewardError | None]
         if self.model is None:
             tries = [(question, vote) for question in submitted for vote in range(votes)]
             results = self.run_calls(

@@ -26,8 +26,7 @@ class JudgeModel:
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
         self.device = resolve_device("auto")
-        on_cpu = self.device.type == "cpu"
-        self._settings = ModelConfig(path=config.model, dtype="float32" if on_cpu else "bfloat16")
+        self._settings = ModelConfig(path=config.model, dtype="float32" if self.device.type == "cpu" else "bfloat16")
 
     @torch.no_grad()
     def __call__(self, conversations: Sequence[Conversation]) -> list[float | None]:

@@ -91,10 +91,9 @@ class CallingReward:
             return found, retries
 
         found = map_in_threads(run, calls, self.concurrency)
-        results = [result for result, _ in found]
-        n_failed = sum(isinstance(result, RewardError) for result in results)
+        n_failed = sum(isinstance(result, RewardError) for result, _ in found)
         self.counts.update(calls=len(calls), retried=sum(retries for _, retries in found), failed=n_failed)
-        return results
+        return [result for result, _ in found]
 
     def take_counts(self) -> dict[str, int]:
         counts, self.counts = self.counts, Counter(dict.fromkeys(self.counts, 0))
