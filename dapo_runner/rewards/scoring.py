@@ -82,11 +82,12 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
     for answer in (*answers, *(prompt.answer for prompt in heldout)) if use == "code" and config.env is None else ():
         read_tests(answer)
     unmatched = [answer for answer in answers if not rule(response.format(answer), answer).correct]
+    key = "reward.parts.0.use" if config.reward.parts else "reward.kind"
     some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
-    warning = f"reward.kind: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
+    warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
     if len(unmatched) == len(answers) > 0:
         raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
-    return warning if unmatched else None
+    return f"{warning}. Responses to these always count as incorrect." if unmatched else None
 
 
 class Scorer:
@@ -173,8 +174,10 @@ class Scorer:
             return self._shaped(completion, Verdict(round(reward, 9) >= 1, rule="environment", value=reward), reward)
         found = {label: verdict for label, verdict in zip(self.rewards, verdicts, strict=True) if verdict is not None}
         if not found:
-            uses = ", ".join(self.config.uses)
-            raise RewardError(f"reward {uses}: none of them applies to prompt {prompt.id}")
+            raise RewardError(
+                f"reward {', '.join(self.config.uses)}: expected a value for each response, got None for one to prompt "
+                f"{prompt.id}. Return a number, or add a function to reward.parts that applies to it."
+            )
         values = {label: self._value(verdict) for label, verdict in found.items()}
         total = sum(self.weights[label] * value for label, value in values.items())
         return self._shaped(completion, next(iter(found.values())), total, values if self.config.parts else {})

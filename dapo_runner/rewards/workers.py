@@ -11,6 +11,7 @@ The rule of a verdict, counted in `batch/rule_<name>`, states what happened. For
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import importlib.util
@@ -271,10 +272,11 @@ def read_tests(answer: str) -> str | list[tuple[str, str]]:
         given, printed = ([*map(join, tests[name] or ())] for name in ("inputs", "outputs"))
         fits = len(given) == len(printed) and not tests.get("fn_name")
         found = list(zip(given, printed, strict=True)) if fits else []
-    if not found:
-        wanted = "statements, or inputs and as many outputs of a program, without fn_name"
-        raise ConfigError(f"reward.kind=code: expected {wanted}, got {answer[:80]!r}")
-    return found
+    with suppress(SyntaxError, ValueError):  # ValueError: a null byte
+        if found and (isinstance(found, list) or ast.parse(found).body):
+            return found
+    wanted = "Python statements, or inputs and as many outputs of a program, without fn_name"
+    raise ConfigError(f"reward code: expected tests ({wanted}), got {answer[:80]!r}. Set data.columns.answer.")
 
 
 def _lines(text: str) -> list[str]:

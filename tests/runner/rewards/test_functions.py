@@ -267,7 +267,7 @@ def test_parts_are_added_by_weight_and_the_first_that_applies_decides_correctnes
     assert dict(groups[1].samples[1].parts) == {"g": 0.25}
     counts = scorer.take_counts()
     assert counts["odd_seconds"] > 0 < counts["g_seconds"]
-    with pytest.raises(RewardError, match=r"nothing.*p0"):
+    with pytest.raises(RewardError, match=r"nothing.*p0.*reward\.parts"):
         Scorer(config_of(PARTS, parts=[{"use": "nothing"}]))(*batch(1, 1))
 
 

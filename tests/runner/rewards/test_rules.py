@@ -204,11 +204,14 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
     for kind in ("math", "json:loads"):  # not asked: a worker's time; the user's code
         assert warn(kind) == ""
     assert warn("integer", [prompts[0], prompts[2]]) == ""
+    assert "incorrect" in warn("dapo")
+    with refused("reward.parts.0.use"):
+        unmatchable_answers(make_config(reward={"parts": [{"use": "choice"}]}), prompts)
     with refused("reward.kind"):
         warn("choice")
-    with refused("reward.kind"):
+    with refused("reward code"):
         warn("code", [make_prompt(answer="assert f(1) == 2"), make_prompt(answer="[]")])
-    with refused("reward.kind"):  # of a held-out problem
+    with refused("reward code"):  # of a held-out problem
         unmatchable_answers(make_config(reward={"kind": "code"}), [], [make_prompt(answer="[]")])
     game = make_config(reward={"kind": "code"}, env={"kind": "talkers:Talker"})  # gives the reward itself
     assert unmatchable_answers(game, [make_prompt(answer="")], [make_prompt(answer="")]) is None

@@ -120,10 +120,13 @@ def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> 
         '{"inputs": [1], "outputs": []}',
         '{"inputs": null, "outputs": [1]}',
         '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}',
+        "# none",
+        "six apples",
+        "assert '\0'",
     ],
 )
-def test_tests_that_would_pass_any_program_or_call_functions_are_refused(tests: str) -> None:
-    with refused("reward.kind"):
+def test_tests_that_no_program_fails_or_passes_are_refused(tests: str) -> None:
+    with refused("reward code"):
         read_tests(tests)
 
 
