@@ -212,7 +212,7 @@ def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
     """Return letter, text and label of each choice. The label comes from {text, label}, as in ARC, or is the index."""
     texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
-        raise ValueError(f"expected 2 to 26 texts in data.columns.choices={name}, got {shorten(texts, 40)}")
+        raise ValueError(f"expected a list of 2 to 26 texts in data.columns.choices={name}, got {shorten(texts, 40)}")
     return list(zip(ascii_uppercase[: len(texts)], texts, range(len(texts)) if labels is None else labels, strict=True))
 
 
