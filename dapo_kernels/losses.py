@@ -92,7 +92,7 @@ def dapo_loss(
         old_logprobs: same shape, log-probs under the policy that sampled; ``None`` means on-policy: ratio 1.
             On the CPU, log-probs above 0 (such as probabilities passed by mistake) raise an error; elsewhere the metric
             ``positive_logprobs`` counts their tokens.
-        advantages: per token, or per sequence [S] / [B]. Packed, with as many sequences as tokens: per token.
+        advantages: per token, or per sequence [S] / [B]. In a packed batch with S = T they are per token.
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
             returns a loss per token, each [n] (docs/objectives.md, "A loss of your own"). Default: 'dapo'.
         mask: same shape as ``target_ids``: which tokens train; a masked one may hold anything, NaN too. Default: None.

@@ -69,7 +69,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
     # recompute activations in the backward pass to save memory. offload: also keep the inputs of the layers on the host
     gradient_checkpointing: bool | Literal["offload"] = False
-    compile: bool = False  # compile the layers, 10 s; from transformers 5.23 on, not those with gradient_checkpointing
+    compile: bool = False  # compile the layers (10 s); no effect with gradient_checkpointing since transformers 5.23
     lora: LoraConfig | None = None  # train low-rank adapters only
     trust_remote_code: bool = False  # run Python code from the model's repository
 
