@@ -8,8 +8,8 @@ namespace DAPO_ISA {
 
 // Degrees of the polynomial for 2^y: for statistics, whose log-probs are float32 whatever the logits are; and for a
 // gradient that is rounded to the dtype of the logits, which for 16 bits is a thousand times coarser than degree 4.
-template <class T> constexpr int kStatsDegree = sizeof(T) == 4 ? 6 : 5;
-template <class T> constexpr int kGradDegree = sizeof(T) == 4 ? 6 : 4;
+constexpr int kStatsDegree = 5;
+template <class T> constexpr int kGradDegree = sizeof(T) == 4 ? 5 : 4;
 
 static inline Group affine(Group g, vf c, vf shift) { return {affine(g.a, c, shift), affine(g.b, c, shift)}; }
 
@@ -32,10 +32,11 @@ template <class T> static inline float block_max(const T* x, int64_t n) {
   return max_of(max(max(m[0], m[1]), max(m[2], m[3])));
 }
 
-// Asks for the cache lines of one group of logits, to write (most are). Past the end of a buffer this is harmless.
-template <class T> static inline void prefetch_group(const T* p) {
+// Asks for the cache lines of one group of logits. Past the end of a buffer this is harmless.
+constexpr int kIntoL1 = 3, kIntoL2 = 2;  // as __builtin_prefetch counts
+template <int kLevel, class T> static inline void prefetch_group(const T* p) {
   for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, 1, 3);
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + byte, 0, kLevel);
   }
 }
 
@@ -60,12 +61,13 @@ template <class T, bool kWeighted, bool kKeep> static SoftmaxPart block_stats(T*
   Sums s = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    prefetch_group(ahead + i);
-    const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_group(x + i), scale, shift, s);
+    prefetch_group<kIntoL2>(ahead + i);
+    prefetch_group<kIntoL1>(x + n + i);  // the next block, whose maximum comes next
+    const Group e = exponentials<kStatsDegree, kWeighted>(load_group(x + i), scale, shift, s);
     if (kKeep) keep_group(x + i, e);
   }
   if (i < n) {
-    const Group e = exponentials<kStatsDegree<T>, kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
+    const Group e = exponentials<kStatsDegree, kWeighted>(load_tail(x + i, (int)(n - i), -INFINITY), scale, shift, s);
     if (kKeep) keep_tail(x + i, e, (int)(n - i));
   }
   return {most, sum_of(add(s.sum_a, s.sum_b)), sum_of(add(s.weighted_a, s.weighted_b))};
@@ -100,15 +102,22 @@ template <int kDegree, bool kSlope> static inline vf grad_of(vf y, vf a, vf b) {
   return mul(p, kSlope ? fma(b, max(splat(-200.0f), y), a) : a);
 }
 
+static inline void stream_group(float* p, Group g) {
+  stream(p, g.a);
+  stream(p + kWidth, g.b);
+}
+template <class T> static inline void stream_group(T* p, Group g) { store_group(p, g); }
+
 template <class T, bool kSlope>
-static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, float b_, const T* ahead) {
+static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, float b_, const T* ahead, bool past_caches) {
   constexpr auto gradient = grad_of<kGradDegree<T>, kSlope>;
   const vf scale = splat(base.scale), shift = splat(-base.top), a = splat(usual_nan(a_)), b = splat(usual_nan(b_));
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    prefetch_group(ahead + i);
+    prefetch_group<kIntoL2>(ahead + i);
     const Group y = affine(load_group(x + i), scale, shift);
-    store_group(out + i, Group{gradient(y.a, a, b), gradient(y.b, a, b)});
+    const Group g = {gradient(y.a, a, b), gradient(y.b, a, b)};
+    past_caches ? stream_group(out + i, g) : store_group(out + i, g);
   }
   if (i < n) {
     const int rest = (int)(n - i);
@@ -118,10 +127,13 @@ static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, floa
 }
 
 template <class T>
-void grad(const void* x, void* out, int64_t n, Base2 base, float a, float b, const void* ahead) {
+void grad(const void* x, void* out, int64_t n, Base2 base, float a, float b, const void* ahead, bool past_caches) {
   const T *in = static_cast<const T*>(x), *next = static_cast<const T*>(ahead);
   T* to = static_cast<T*>(out);
-  b == 0.0f ? block_grad<T, false>(in, to, n, base, a, b, next) : block_grad<T, true>(in, to, n, base, a, b, next);
+  const bool stream = past_caches && reinterpret_cast<uintptr_t>(out) % (kWidth * 4) == 0;
+  b == 0.0f ? block_grad<T, false>(in, to, n, base, a, b, next, stream)
+            : block_grad<T, true>(in, to, n, base, a, b, next, stream);
+  if (stream) stream_fence();
 }
 
 template <class T> float get(const void* x, int64_t i) {

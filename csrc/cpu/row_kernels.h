@@ -19,12 +19,13 @@ struct BlockKernels {
   SoftmaxPart (*stats)(void* x, int64_t n, float c, bool weighted, bool keep, const void* ahead);
   // x *= scale, for the exponentials that `stats` kept.
   void (*scale)(void* x, int64_t n, float scale);
-  // out = p (a + b y) with p = 2^y, y = x scale - top: the gradient row but for the target's own entry.
-  void (*grad)(const void* x, void* out, int64_t n, Base2 base2, float a, float b, const void* ahead);
+  // out = p (a + b y) with p = 2^y, y = x scale - top: the gradient row but for the target's own entry. `past_caches`:
+  // float32 goes to memory as stream_zeros does, where the rows are aligned.
+  void (*grad)(const void* x, void* out, int64_t n, Base2 base2, float a, float b, const void* ahead, bool past_caches);
   float (*get)(const void* x, int64_t i);
   void (*set)(void* x, int64_t i, float value);
 };
-// `ahead`: what the caller will read later, as many bytes as the block has; fetched into the cache meanwhile.
+// `ahead`: what the caller will read later, as many bytes as the block has; fetched into the L2 cache meanwhile.
 
 struct RowKernels {
   const char* isa;
