@@ -47,8 +47,9 @@ def test_only_in_place_changes_the_logits(backend: str) -> None:
         assert torch.equal(leaf.detach(), case.leaves["logits"])
 
 
+@pytest.mark.parametrize("inplace", [True, False], ids=["in_place", "new_gradient"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_logits_larger_than_the_caches(backend: str, dtype: torch.dtype) -> None:
+def test_logits_larger_than_the_caches(backend: str, dtype: torch.dtype, inplace: bool) -> None:
     """Many megabytes of logits: dead rows are zeros to their last byte, live ones have the bits they have alone."""
     if backend != "cpp":
         pytest.skip("the size at which the C++ kernels store past the caches")
@@ -56,7 +57,7 @@ def test_logits_larger_than_the_caches(backend: str, dtype: torch.dtype) -> None
     g = torch.Generator().manual_seed(21)
     logits = torch.rand(n, vocab, generator=g).to(dtype)
     target_ids, mask = torch.randint(vocab, (n,), generator=g), torch.arange(n) % 5 == 1
-    given: dict[str, Any] = {"denominator": 1, "inplace_backward": True}
+    given: dict[str, Any] = {"denominator": 1, "inplace_backward": inplace}
 
     def gradient(rows: slice) -> Tensor:
         leaf = logits[rows].clone().requires_grad_(True)
