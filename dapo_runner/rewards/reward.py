@@ -14,14 +14,13 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.errors import RunError, describe_error
 from dapo_runner.threads import in_thread, map_in_threads
 from dapo_runner.types import Completion, Prompt, Verdict
 
-T = TypeVar("T")
 ASYNC_CALLS = 64  # default of reward.calls.concurrency for calls that mostly wait
 PAUSE = 0.5  # seconds before the first retry; doubled before each further retry
 _SHORT = reprlib.Repr()
@@ -40,14 +39,12 @@ Verdicts = list[list[Verdict | None] | RewardError]
 """For each prompt a verdict on each response (None if the reward does not apply), or the error that prevented it."""
 
 
+@dataclass(frozen=True)
 class TextReward:
     """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
 
-    def __init__(
-        self, judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]], column: str | None = None
-    ) -> None:
-        """Use the ``column`` of the row, if set, instead of the ground truth."""
-        self.judge_texts, self.column = judge_texts, column
+    judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]
+    column: str | None = None  # of the row, in place of the ground truth
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         texts = [completion.text for samples in completions for completion in samples]
@@ -147,7 +144,7 @@ def call_within(seconds: float, function: Callable[[], Any], is_async: bool = Fa
     return future.result()
 
 
-def _call_with_alarm(seconds: float, function: Callable[[], T]) -> T:
+def _call_with_alarm(seconds: float, function: Callable[[], Any]) -> Any:
     def strike(*_: object) -> None:
         raise DeadlineError(seconds)
 

@@ -74,15 +74,18 @@ def reads_answers(config: RewardConfig) -> bool:
 def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:
     """Return a warning if a rule that compares strings rejects the ground truths of some problems as answers.
 
-    Raises ConfigError if it rejects all of them or `code` rejects one. Environments and distillation need none.
+    Raises ConfigError if it rejects all of them, or `code` or `json` one. Environments and distillation need none.
     """
-    use, needs_all = config.reward.uses[0], config.distillation is None
+    reward, use, needs_all = config.reward, config.reward.uses[0], config.distillation is None
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
     answers = [prompt.answer for prompt in prompts if config.env is None and (prompt.answer or needs_all)]
-    for answer in (*answers, *(prompt.answer for prompt in heldout)) if use == "code" and config.env is None else ():
+    every = [] if config.env else list(dict.fromkeys((*answers, *(prompt.answer for prompt in heldout))))
+    if "json" in reward.uses and every:
+        open_rule("json", reward.workers, reward.rule_deadline).judge_texts(["{}"] * len(every), every)
+    for answer in every if "code" in reward.uses else ():
         read_tests(answer)
     unmatched = [answer for answer in answers if not rule(response.format(answer), answer).correct]
-    key = "reward.parts.0.use" if config.reward.parts else "reward.kind"
+    key = "reward.parts.0.use" if reward.parts else "reward.kind"
     some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
     warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
     if len(unmatched) == len(answers) > 0:

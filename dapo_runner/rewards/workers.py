@@ -272,8 +272,10 @@ def read_tests(answer: str) -> str | list[tuple[str, str]]:
         given, printed = ([*map(join, tests[name] or ())] for name in ("inputs", "outputs"))
         fits = len(given) == len(printed) and not tests.get("fn_name")
         found = list(zip(given, printed, strict=True)) if fits else []
-    with suppress(SyntaxError, ValueError):  # ValueError: a null byte
-        if found and (isinstance(found, list) or ast.parse(found).body):
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, thousands of brackets
+        # Constants, such as an answer for another rule, would let every program pass.
+        statements = found if isinstance(found, list) else ast.parse(found).body
+        if any(not isinstance(getattr(statement, "value", None), ast.Constant) for statement in statements):
             return found
     wanted = "Python statements, or inputs and as many outputs of a program, without fn_name"
     raise ConfigError(f"reward code: expected tests ({wanted}), got {answer[:80]!r}. Set data.columns.answer.")

@@ -213,6 +213,9 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
         warn("code", [make_prompt(answer="assert f(1) == 2"), make_prompt(answer="[]")])
     with refused("reward code"):  # of a held-out problem
         unmatchable_answers(make_config(reward={"kind": "code"}), [], [make_prompt(answer="[]")])
+    for parts in ({"kind": "json"}, {"parts": [{"use": "dapo"}, {"use": "json"}]}):
+        with refused("reward json"):
+            unmatchable_answers(make_config(reward=parts), [make_prompt(answer="{}"), make_prompt(answer="[1]")])
     game = make_config(reward={"kind": "code"}, env={"kind": "talkers:Talker"})  # gives the reward itself
     assert unmatchable_answers(game, [make_prompt(answer="")], [make_prompt(answer="")]) is None
 

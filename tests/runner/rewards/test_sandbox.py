@@ -123,6 +123,9 @@ def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> 
         "# none",
         "six apples",
         "assert '\0'",
+        "42",
+        "x = 5",
+        "(" * 10**5,
     ],
 )
 def test_tests_that_no_program_fails_or_passes_are_refused(tests: str) -> None:

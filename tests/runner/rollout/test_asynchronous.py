@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from builders import make_config, make_prompt
+from builders import make_config, make_group, make_prompt
 from served import wait_until
 from test_group_buffer import Engine, every_third, ids, make_sampler
 
@@ -14,7 +15,7 @@ from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.asynchronous import AsynchronousSampler, SamplingStalledError
 from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, SamplingExhaustedError
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.types import Group, Prompt
+from dapo_runner.types import Group, Prompt, VersionSpan
 
 STEPS = 8
 
@@ -193,3 +194,14 @@ def test_a_step_may_take_the_time_of_all_its_rounds() -> None:
 @pytest.mark.parametrize(("ahead", "partial", "rounds"), [(1, True, 2), (3, True, 4), (3, False, 1)])
 def test_how_many_rounds_are_in_flight(ahead: int, partial: bool, rounds: int) -> None:
     assert ahead_of(make_sampler(), ahead, partial).n_rounds == rounds
+
+
+def test_the_share_of_responses_from_several_versions_of_the_weights() -> None:
+    group = make_group("RWRW")
+    spans = ((VersionSpan(1, 4),), (VersionSpan(1, 1), VersionSpan(2, 3)), (), ())
+    samples = tuple(
+        replace(sample, completion=replace(sample.completion, versions=versions))
+        for sample, versions in zip(group.samples, spans, strict=True)
+    )
+    metrics = ahead_of(make_sampler(), 1).metrics([replace(group, samples=samples), make_group("RRRR")])
+    assert metrics == {"ready_steps": 0, "in_flight": 0, "across_updates": 1 / 8}
