@@ -31,12 +31,13 @@ def map_in_threads(function: Callable[[T], U], items: Iterable[T], n_threads: in
     """Return the results in order. Start no call after a failure. With one thread, call in the caller's thread."""
     if n_threads == 1:
         return [function(item) for item in items]
-    free = threading.Semaphore(n_threads)
-    futures: list[Future[U]] = []
+    free, futures, running = threading.Semaphore(n_threads), list[Future[U]](), list[Future[U]]()
     for item in items:
         free.acquire()
-        if any(future.done() and future.exception() for future in futures):
+        running = [future for future in running if not future.done() or future.exception()]
+        if any(future.done() and future.exception() for future in running):
             break
         futures.append(in_thread(partial(function, item)))
+        running.append(futures[-1])
         futures[-1].add_done_callback(lambda _: free.release())
     return [future.result() for future in futures]

@@ -6,8 +6,9 @@
 namespace dapo {
 namespace DAPO_ISA {
 
-// Degrees of the polynomial for 2^y: for statistics, whose log-probs are float32 whatever the logits are; and for a
-// gradient that is rounded to the dtype of the logits, which for 16 bits is a thousand times coarser than degree 4.
+// Degrees of the polynomial for 2^y. Degree 5 is 1e-7 off, about as much as one rounding to float32. Statistics need
+// it whatever the dtype of the logits is, because log-probs are float32. The rounding of a gradient to 16 bits is a
+// thousand times coarser than degree 4.
 constexpr int kStatsDegree = 5;
 template <class T> constexpr int kGradDegree = sizeof(T) == 4 ? 5 : 4;
 
@@ -109,7 +110,7 @@ static inline void stream_group(float* p, Group g) {
 template <class T> static inline void stream_group(T* p, Group g) { store_group(p, g); }
 
 template <class T, bool kSlope>
-static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, float b_, const T* ahead, bool past_caches) {
+static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, float b_, const T* ahead, bool streams) {
   constexpr auto gradient = grad_of<kGradDegree<T>, kSlope>;
   const vf scale = splat(base.scale), shift = splat(-base.top), a = splat(usual_nan(a_)), b = splat(usual_nan(b_));
   int64_t i = 0;
@@ -117,7 +118,7 @@ static void block_grad(const T* x, T* out, int64_t n, Base2 base, float a_, floa
     prefetch_group<kIntoL2>(ahead + i);
     const Group y = affine(load_group(x + i), scale, shift);
     const Group g = {gradient(y.a, a, b), gradient(y.b, a, b)};
-    past_caches ? stream_group(out + i, g) : store_group(out + i, g);
+    streams ? stream_group(out + i, g) : store_group(out + i, g);
   }
   if (i < n) {
     const int rest = (int)(n - i);
@@ -130,10 +131,9 @@ template <class T>
 void grad(const void* x, void* out, int64_t n, Base2 base, float a, float b, const void* ahead, bool past_caches) {
   const T *in = static_cast<const T*>(x), *next = static_cast<const T*>(ahead);
   T* to = static_cast<T*>(out);
-  const bool stream = past_caches && reinterpret_cast<uintptr_t>(out) % (kWidth * 4) == 0;
-  b == 0.0f ? block_grad<T, false>(in, to, n, base, a, b, next, stream)
-            : block_grad<T, true>(in, to, n, base, a, b, next, stream);
-  if (stream) stream_fence();
+  const bool streams = sizeof(T) == 4 && past_caches && reinterpret_cast<uintptr_t>(out) % (kWidth * 4) == 0;
+  b == 0.0f ? block_grad<T, false>(in, to, n, base, a, b, next, streams)
+            : block_grad<T, true>(in, to, n, base, a, b, next, streams);
 }
 
 template <class T> float get(const void* x, int64_t i) {
@@ -147,14 +147,13 @@ template <class T> void set(void* x, int64_t i, float value) {
   store_tail(static_cast<T*>(x) + i, Group{splat(usual_nan(value)), splat(0.0f)}, 1);
 }
 
-static void stream_zeros(void* x, int64_t bytes, bool last) {
+static void stream_zeros(void* x, int64_t bytes) {
   char* p = static_cast<char*>(x);
   const int64_t unaligned = -reinterpret_cast<intptr_t>(p) & (kWidth * 4 - 1);
   const int64_t head = unaligned < bytes ? unaligned : bytes;
   std::memset(p, 0, head);
   for (p += head, bytes -= head; bytes >= kWidth * 4; bytes -= kWidth * 4, p += kWidth * 4) stream(p, splat(0.0f));
   std::memset(p, 0, bytes);
-  if (last) stream_fence();
 }
 
 // Plain loops: every compiler turns these into vectors.
@@ -193,8 +192,8 @@ template <class T> constexpr BlockKernels kernels() { return {stats<T>, scale<T>
 
 const RowKernels& DAPO_JOIN(row_kernels_, DAPO_ISA)() {
   using namespace DAPO_ISA;
-  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()}, stream_zeros,
-                                   add_split, round_split};
+  static const RowKernels table = {DAPO_STRING(DAPO_ISA), {kernels<float>(), kernels<bf16>(), kernels<f16>()},
+                                   stream_zeros, stream_fence, add_split, round_split};
   return table;
 }
 

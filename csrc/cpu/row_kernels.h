@@ -20,7 +20,7 @@ struct BlockKernels {
   // x *= scale, for the exponentials that `stats` kept.
   void (*scale)(void* x, int64_t n, float scale);
   // out = p (a + b y) with p = 2^y, y = x scale - top: the gradient row but for the target's own entry. `past_caches`:
-  // float32 goes to memory as stream_zeros does, where the rows are aligned.
+  // float32 in aligned blocks is stored as by stream_zeros.
   void (*grad)(const void* x, void* out, int64_t n, Base2 base2, float a, float b, const void* ahead, bool past_caches);
   float (*get)(const void* x, int64_t i);
   void (*set)(void* x, int64_t i, float value);
@@ -30,9 +30,10 @@ struct BlockKernels {
 struct RowKernels {
   const char* isa;
   BlockKernels by_dtype[3];  // indexed by Dtype
-  // Zeros that go to memory past the caches: an ordinary store would first read what it overwrites. They may be seen
-  // by others only after the last of them.
-  void (*stream_zeros)(void* x, int64_t bytes, bool last);
+  // Zeros that go to memory past the caches: an ordinary store would first read what it overwrites. Other threads see
+  // them after stream_fence.
+  void (*stream_zeros)(void* x, int64_t bytes);
+  void (*stream_fence)();
   // A float32 running sum held as two planes: `high` is its upper half, a bfloat16, `low` the other 16 bits.
   void (*add_split)(uint16_t* high, uint16_t* low, const uint16_t* bf16_part, int64_t n);
   // Rounds the sum to nearest even into `high`.

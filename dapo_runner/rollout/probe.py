@@ -67,8 +67,8 @@ class SyncProbe:
             if not gap <= self.bound:  # also true for NaN
                 raise OutOfSyncError(
                     f"rollout.probe: expected log-probs of trainer and rollout engine to differ by at most "
-                    f"{self.bound:.3g}, got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold "
-                    "the trainer's weights, or does not compute the same model."
+                    f"{self.bound:.3g}, got {gap:.3g} over {mismatch.tokens} tokens{name}. The engine does not hold the"
+                    " trainer's weights or computes another model. For nan: an update may have broken the weights."
                 )
         total = sum((mismatch for _, mismatch in gathered), Mismatch()).metrics()
         self.remember(total["rollout_gap"])

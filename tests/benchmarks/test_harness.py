@@ -69,7 +69,7 @@ def test_wrong_results_are_refused(config: Config) -> None:
         assert row["status"] == "wrong"
 
 
-@pytest.mark.parametrize("mib", [8, 96])
+@pytest.mark.parametrize("mib", [40, 96])  # from 33 on glibc always takes fresh memory
 def test_peak_memory_is_what_was_taken(mib: int) -> None:
     problem = build(SMALL[0])
 

@@ -77,13 +77,14 @@ def test_every_dtype(backend: str, beta: float, softcap: float | None) -> None:
         policy, ref = pair(dtype, bias=True, softcap=softcap, temperature=temperature, rank=3)
         (loss, divergence, truth), (_, near, eager) = (solve(policy, ref, beta, x) for x in (torch.float64, dtype))
         rtol = 1e-5 if dtype in (torch.float32, torch.float64) else 0.03
+        multiple = 4.0 if dtype == torch.float64 else 6.0  # eager float32 errs by less on some processors
         for chunk_bytes in (None, 5 * V * 2 * dtype.itemsize):
             out, grads = call(policy, ref, beta=beta, chunk_bytes=chunk_bytes)
-            as_accurate(out.divergence, divergence, near, what="divergence", multiple=6.0, scale=8.0)
+            as_accurate(out.divergence, divergence, near, what="divergence", multiple=multiple, scale=8.0)
             torch.testing.assert_close(out.loss.double(), loss, rtol=rtol, atol=1e-6)
             for name, grad in grads.items():
                 assert grad.dtype == dtype
-                as_accurate(grad, truth[name], eager[name], what=f"{name}, {dtype}", multiple=6.0)
+                as_accurate(grad, truth[name], eager[name], what=f"{name}, {dtype}", multiple=multiple)
 
 
 @pytest.mark.parametrize("beta", BETAS)

@@ -272,11 +272,18 @@ def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch
 def test_a_nonfinite_update_is_kept(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error advises a lower optimizer.lr; the same folder used to refuse it."""
     updated, update = list[MiniBatch](), Learner.update
-    monkeypatch.setattr(Learner, "update", lambda *given: (updated.append(given[1]), update(*given))[1])
+
+    def update_of_broken_weights(learner: Learner, mini: MiniBatch, step: int) -> dict[str, float]:
+        updated.append(mini)
+        next(learner.policy.model.parameters()).detach().fill_(float("nan"))
+        return update(learner, mini, step)
+
     warm = {"warmup_steps": 0}
     train(rare(tmp_path, start, run={"steps": 2}, optimizer=warm), Notes())
+    monkeypatch.setattr(Learner, "update", update_of_broken_weights)
     with pytest.raises(NonFiniteUpdateError, match=r"optimizer\.lr") as caught:
-        train(rare(tmp_path, start, optimizer=warm | {"lr": 1e30}), Notes())
+        train(rare(tmp_path, start, optimizer=warm), Notes())
+    monkeypatch.setattr(Learner, "update", update)
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
     assert str(kept.parent) in str(caught.value)
     stored, batches = load_file(kept), updated[-1].micro_batches

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dapo_runner.rollout.hf import HFEngine, ends_with_stop
+from dapo_runner.rollout.hf import HFEngine, ends_with_stop, sample_tokens
 from dapo_runner.types import SamplingParams, make_requests
 
 
@@ -133,6 +133,14 @@ def test_temperature_zero_is_greedy(engine: HFEngine) -> None:
             assert token == int(engine.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())
         tokens.append(token)
     assert len({tuple(c.token_ids.tolist()) for c in group}) == 1
+
+
+def test_logits_that_are_nan_give_a_token_whose_log_prob_is_nan() -> None:
+    """As of vLLM: what reads the log-probs reports it."""
+    logits = torch.stack([torch.full((26,), torch.nan), torch.zeros(26)])
+    tokens, logprobs, _ = sample_tokens(logits, torch.tensor([0.9, 0.5]), SamplingParams())
+    assert 0 <= int(tokens[0]) < 26
+    assert logprobs.isnan().tolist() == [True, False]
 
 
 def test_weights_arrive_all_of_them_or_not_at_all(engine: HFEngine) -> None:
