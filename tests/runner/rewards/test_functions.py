@@ -7,7 +7,7 @@ import signal
 import textwrap
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.reward import DeadlineError, RewardError, call_within
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.threads import map_in_threads
 from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 
@@ -179,7 +180,7 @@ HANGING = {
     "loops": "while True: pass",
     "backtracks": "re.match('(a+)+$', 'a' * 60 + 'b')",  # holds the interpreter's lock
     "joins a thread that hangs": """
-        from concurrent.futures import ThreadPoolExecutor
+        from concurrent.futures import Future, ThreadPoolExecutor
         with ThreadPoolExecutor() as pool: pool.submit(time.sleep, 4).result()
         return [0.0]""",
     "tries again": """
@@ -214,6 +215,17 @@ def test_a_deadline_holds_in_any_thread_and_leaves_nothing_behind(config_of: Mak
             assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         with refused("reward.deadline", RewardError):
             score([slow], [completion])
+
+
+def test_many_calls_take_no_longer_each_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, done = list[object](), Future.done
+    monkeypatch.setattr(Future, "done", lambda future: (looked.append(future), done(future))[1])
+    assert map_in_threads(abs, range(-500, 0), 3) == list(range(500, 0, -1))
+    assert len(looked) < 500 * 10
+    called: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        map_in_threads(lambda i: called.append(1 // (100 - i)), range(500), 3)
+    assert len(called) < 110
 
 
 def test_calls_after_one_that_blocks_the_event_loop_are_answered() -> None:
