@@ -193,7 +193,7 @@ class PromptCursor:
         self.prompts, self.heldout, self.seed = prompts, heldout, seed
         self.curriculum = curriculum or Curriculum()
         self.epoch = self.position = 0
-        self._order = self._shuffled()
+        self._order, self._data = self._shuffled(), self._fingerprint()
 
     def take(self, n: int, step: int = 1) -> list[Prompt]:
         """Return the next ``n`` prompts for a rollout step, counted from 1. They may span epochs."""
@@ -218,12 +218,12 @@ class PromptCursor:
 
     def state_dict(self) -> dict[str, Any]:
         curriculum = self.curriculum.state_dict()
-        state = {**self.epoch_and_position, "seed": self.seed, "data": self._fingerprint()}
+        state = {**self.epoch_and_position, "seed": self.seed, "data": self._data}
         return state | ({"curriculum": curriculum} if curriculum else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state. Raises ConfigError if it was saved with other prompts or another seed."""
-        for what, now in {"seed": self.seed, "data": self._fingerprint()}.items():
+        for what, now in {"seed": self.seed, "data": self._data}.items():
             if state[what] != now:
                 raise ConfigError(
                     f"{what}: expected {state[what]!r}, as in the checkpoint, got {now!r}. Resume with the "

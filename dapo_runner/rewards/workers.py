@@ -28,7 +28,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ class CodeRule(WorkerRule):
             written, exit_code = self._run(program=program, stdin=given, token="")
             if exit_code != 0:
                 raise WorkerError("crash")
-            if _lines(written) != _lines(expected):
+            if [*map(str.rstrip, written.strip().splitlines())] != [*map(str.rstrip, expected.strip().splitlines())]:
                 return Verdict(False, rule="code")
         return Verdict(True, rule="code")
 
@@ -258,6 +258,7 @@ def _sandbox() -> tuple[str, ...]:
     return command if tried.returncode == 0 else ()
 
 
+@lru_cache(maxsize=256)
 def read_tests(answer: str) -> str | list[tuple[str, str]]:
     """Return statements, also from a list as in MBPP, or pairs of input and output (TACO, APPS). Raises ConfigError."""
 
@@ -278,10 +279,6 @@ def read_tests(answer: str) -> str | list[tuple[str, str]]:
             return found
     wanted = "Python statements, or inputs and as many outputs of a program, without fn_name"
     raise ConfigError(f"reward code: expected tests ({wanted}), got {answer[:80]!r}. Set data.columns.answer.")
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 open_rule = cache(TextRule)  # of this process

@@ -163,7 +163,7 @@ class EpisodeRunner:
         episode = replace(
             episode,
             finish_reason="length" if end == "length" else "stop",
-            loss_mask=torch.tensor([turn.role == "assistant" for turn in turns for _ in range(turn.start, turn.end)]),
+            loss_mask=torch.cat([torch.full((turn.end - turn.start,), turn.role == "assistant") for turn in turns]),
             turns=turns,
             environment=environment.state if isinstance(environment, ToolEnvironment) else environment,
         )
