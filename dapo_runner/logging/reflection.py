@@ -32,7 +32,7 @@ CHINESE = (
     "换(?:一种|一个|个|种)(?:思路|方法|角度|方式)|另一种(?:思路|方法)",
     "回过头|回头看",
 )
-PATTERNS = {  # at most places the first letter tells that no phrase begins there: half of the time
+PATTERNS = {  # The first letter rules out most places of a text, which halves the time.
     "en": re.compile(rf"(?-i:(?=[whrdlgtmsaWHRDLGTMSA]))(?:{'|'.join(ENGLISH)})", re.IGNORECASE),
     "zh": re.compile(f"(?=[等且重再仔检验核让算不弄搞有换另回])(?:{'|'.join(CHINESE)})"),
 }

@@ -337,7 +337,7 @@ def sample_tokens(
     total = cdf[:, -1:]
     # Below the total, so that rounding cannot point past the last token that has any probability.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, total.new_zeros(())))
-    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # of NaN: any, with NaN log-probs
+    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # NaN: the last token
     if sampling.temperature == 0:
         tokens = logprobs.argmax(dim=-1, keepdim=True)
     kept: Tensor | list[None] = [None] * len(tokens)

@@ -136,7 +136,7 @@ def test_temperature_zero_is_greedy(engine: HFEngine) -> None:
 
 
 def test_logits_that_are_nan_give_a_token_whose_log_prob_is_nan() -> None:
-    """As of vLLM: what reads the log-probs reports it."""
+    """The probe and the update report the NaN."""
     logits = torch.stack([torch.full((26,), torch.nan), torch.zeros(26)])
     tokens, logprobs, _ = sample_tokens(logits, torch.tensor([0.9, 0.5]), SamplingParams())
     assert 0 <= int(tokens[0]) < 26
