@@ -9,17 +9,19 @@ Legend: T packed positions, S sequences, n sequences of a bucket, L the longest 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from dapo_runner.config import ConfigError
 from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
@@ -27,6 +29,7 @@ from dapo_runner.policy.prefixes import Distinct
 
 PACKED_ATTENTION = "dapo_packed"
 Kernel = Literal["sdpa", "flash", "varlen"]
+VARLEN_ARGUMENTS = inspect.signature(varlen_attn).parameters  # they depend on the version of torch
 
 # Up to this length plain matrix products are faster than torch's CPU kernel: for both passes at 85 positions in
 # bfloat16, 12 ms against 89. They round the probabilities to bfloat16: SmolLM2's gradient on text differed by 6.4 %
@@ -116,14 +119,12 @@ def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
     buckets: list[list[int]] = []
     filled = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if buckets:
-            slots = lengths[buckets[-1][0]] * (len(buckets[-1]) + 1)
-            if filled + lengths[index] >= (1 - MAX_PADDING) * slots:
-                buckets[-1].append(index)
-                filled += lengths[index]
-                continue
-        buckets.append([index])
-        filled = lengths[index]
+        slots = lengths[buckets[-1][0]] * (len(buckets[-1]) + 1) if buckets else math.inf
+        if filled + lengths[index] < (1 - MAX_PADDING) * slots:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += lengths[index]
     return buckets
 
 
@@ -163,18 +164,18 @@ def packed_attention(
 
 
 def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, Any]) -> _Scoring:
-    window, softcap = options.get("sliding_window"), options.get("softcap")
-    if mask is not None:
-        if mask.numel():
-            raise ConfigError(f"model.path: packed attention is not supported with the masks of {name}")
-        window = mask.shape[-1]
-    if options.get("s_aux") is not None:
-        raise ConfigError(f"model.path: packed attention is not supported with the attention sinks of {name}")
+    window = options.get("sliding_window") if mask is None else mask.shape[-1]
+    softcap, has_sinks = options.get("softcap"), options.get("s_aux") is not None
+    if has_sinks or (mask is not None and mask.numel()):
+        feature = "attention sinks" if has_sinks else "masks"
+        raise ConfigError(f"model.path: packed attention is not supported with the {feature} of {name}")
     if softcap is not None and kernel != "flash":
         raise ConfigError(
             f"model.attention: {name} caps its scores and requires flash, got {kernel}. Install flash-attn and set "
             "model.attention=flash."
         )
+    if window is not None and kernel == "varlen" and "window_size" not in VARLEN_ARGUMENTS:
+        raise ConfigError(f"model.attention: varlen requires torch 2.11 for the window of {name}. Set it to sdpa.")
     return _Scoring(options.get("scaling"), window, softcap)
 
 
@@ -226,27 +227,24 @@ def _window_size(scoring: _Scoring) -> tuple[int, int]:
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    out: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        *(packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest),
-        softmax_scale=scoring.scale,
-        causal=True,
-        window_size=_window_size(scoring),
-        softcap=scoring.softcap or 0.0,
-    )
-    return out
+    bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
+    options = {"window_size": _window_size(scoring), "softcap": scoring.softcap or 0.0}
+    out = flash_attn_varlen_func(query, key, value, *bounds, softmax_scale=scoring.scale, causal=True, **options)
+    return cast(Tensor, out)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest)
-    gqa, window = key.shape[1] != query.shape[1], _window_size(scoring)
-    out = varlen_attn(query, key, value, *bounds, scale=scoring.scale, window_size=window, enable_gqa=gqa)
-    assert isinstance(out, Tensor)
-    return out
+    options: dict[str, Any] = {"scale": scoring.scale, "window_size": _window_size(scoring)}
+    sharing = query.shape[1] // key.shape[1]
+    if "enable_gqa" in VARLEN_ARGUMENTS:
+        options["enable_gqa"] = sharing > 1
+    elif sharing > 1:  # torch before 2.12 requires as many heads of keys as of queries
+        key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)
+    if "is_causal" in VARLEN_ARGUMENTS:  # torch 2.10, whose scale is fixed
+        options = {"is_causal": True}
+        query = query if scoring.scale is None else query * (scoring.scale * query.shape[-1] ** 0.5)
+    return cast(Tensor, varlen_attn(query, key, value, *bounds, **options))
 
 
 def choose_kernel(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from functools import partialmethod
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from builders import make_sequence, pack, random_sequences, save_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +38,7 @@ from transformers import (
 )
 
 from dapo_runner.config import LoraConfig, ModelConfig
+from dapo_runner.policy import attention
 from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
@@ -243,6 +248,105 @@ def test_a_kernel_or_a_device_that_is_not_there_is_refused() -> None:
     for name in ("cuda:99", "nothing"):
         with refused("run.device"):
             resolve_device(name)
+
+
+def attend_apart(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: tuple[int, int]
+) -> Tensor:
+    """Each sequence alone: [T, heads, D] → [T, heads, D]."""
+    parts, (before, after) = [], window
+    assert after == 0
+    for start, end in pairwise(bounds.tolist()):
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        visible = visible if before < 0 else visible.triu(-before)
+        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+# `torch.nn.attention.varlen.varlen_attn` of each release, with the arguments that it has there.
+def varlen_2_10(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Tensor:
+    assert is_causal
+    assert query.shape == key.shape
+    return attend_apart(query, key, value, cu_seq_q, None, (-1, 0))
+
+
+def varlen_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    assert query.shape == key.shape
+    return attend_apart(query, key, value, cu_seq_q, scale, window_size)
+
+
+def varlen_2_12(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    assert enable_gqa == (query.shape != key.shape)
+    return attend_apart(query, key, value, cu_seq_q, scale, window_size)
+
+
+def use_varlen(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", function)
+    monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("function", [varlen_2_10, varlen_2_11, varlen_2_12])
+@pytest.mark.parametrize("window", [None, 4])
+def test_varlen_of_each_torch_agrees_with_the_cpu(
+    function: Any, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two query heads for each key head, and a scale that is not that of the heads."""
+    use_varlen(function, monkeypatch)
+    sizes = SIZES | {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 4}
+    layers = ["full_attention" if window is None else "sliding_attention", "full_attention"]
+    policy = load(saved(Gemma3TextConfig(**sizes, layer_types=layers), tmp_path))
+    (batch,), found = pack(sequences_of(False), 1024), []
+    if function is varlen_2_10 and window is not None:
+        with refused("model.attention"):
+            replace(policy, kernel="varlen").hidden_states(batch)
+        return
+    for each in (policy, replace(policy, kernel="varlen")):
+        hidden = each.hidden_states(batch)
+        hidden.pow(3).sum().backward()
+        found.append({name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None})
+        found[-1]["hidden states"] = hidden.detach()
+        policy.model.zero_grad()
+    assert_same_gradients(found[0], found[1], 1e-3)
 
 
 @pytest.mark.gpu
