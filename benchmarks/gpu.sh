@@ -77,9 +77,18 @@ if [ -n "${WHEELS:-}" ]; then
         mapfile -t pieces < <(find "$WHEELS" -name "$name.*of$count" | awk -F/ '{print $NF, $0}' | sort -V | cut -d' ' -f2)
         if [ ${#pieces[@]} = "$count" ]; then cat "${pieces[@]}" >"$joined/$name"; else echo "lacks parts of $name" | tee -a "$LOG"; fi
     done
+    new=()
     for wheel in $(find "$WHEELS" "$joined" -name '*.whl'); do
-        [ -e "$VENV/$(basename "$wheel").here" ] || { install --no-index --no-deps "$wheel" && touch "$VENV/$(basename "$wheel").here"; }
+        [ -e "$VENV/$(basename "$wheel").here" ] || new+=("$wheel")
     done
+    # All at once, which takes a second; one after the other if one of them cannot be installed.
+    if [ ${#new[@]} != 0 ] && install --no-index --no-deps "${new[@]}"; then
+        for wheel in "${new[@]}"; do touch "$VENV/$(basename "$wheel").here"; done
+    else
+        for wheel in "${new[@]}"; do
+            install --no-index --no-deps "$wheel" && touch "$VENV/$(basename "$wheel").here"
+        done
+    fi
 else
     mapfile -t needed < <(missing "setuptools>=77" "pybind11>=2" "pytest>=8")
     command -v ninja >/dev/null || needed+=(ninja)

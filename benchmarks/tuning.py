@@ -26,31 +26,20 @@ class Tuning(NamedTuple):
     Attributes:
         warps: how many share a row.
         loads: 16-byte accesses of a thread on their way at once.
-        filled: share of an SM's 64 warps that ``rows_per_sm`` counts with.
-        limited: let the L2 cache limit the rows in flight (``residency.programs``).
         apart: a kernel for the statistics and one for the gradient, as without ``inplace_backward``.
     """
 
     warps: int
     loads: int = 2
-    filled: float = 1.0
-    limited: bool = True
     apart: bool = False
 
     @property
-    def rows_per_sm(self) -> int:
-        return max(1, round(64 * self.filled) // self.warps)
-
-    @property
     def name(self) -> str:
-        rows = f"{self.rows_per_sm} rows an SM" if self.limited else "a program a row"
-        return f"triton: {self.warps} warps, {self.loads} loads, {'two kernels' if self.apart else rows}"
+        return f"triton: {self.warps} warps, {self.loads} loads{', two kernels' * self.apart}"
 
 
 TUNINGS = (
     *(Tuning(warps, loads) for warps in (4, 8, 16, 32) for loads in (1, 2, 4)),
-    *(Tuning(warps, filled=0.5) for warps in (8, 16)),
-    *(Tuning(warps, limited=False) for warps in (4, 8, 16, 32)),
     *(Tuning(warps, apart=True) for warps in (8, 32)),
 )
 
@@ -65,9 +54,8 @@ def loss_in_two_kernels(logits: Tensor, *call: Any) -> RowsLoss:
 
 def _make(problem: Problem, tuning: Tuning) -> Run:
     launcher = importlib.import_module(_PACKAGE)
-    launches = (launcher.Launch(None, tuning.warps, tuning.rows_per_sm),)
-    values: dict[str, Any] = {"LAUNCHES": launches, "LOADS": tuning.loads}
-    values |= {} if tuning.limited else {"programs_for": lambda n_rows, *of: n_rows}
+    launches = (launcher.Launch(None, tuning.warps, 64 // tuning.warps),)
+    values: dict[str, Any] = {"LAUNCHES": launches, "LOADS": tuning.loads, "NARROW_WARPS": tuning.warps}
     values |= {"row_loss_": loss_in_two_kernels} if tuning.apart else {}
     return within(problem, ours, lambda: use_backend("triton"), lambda: mock.patch.multiple(launcher, **values))
 

@@ -61,8 +61,9 @@ struct Hopper {
       : "memory")
 
   __device__ static void wait(uint64_t* barrier, int parity) { DAPO_WAIT("", barrier, parity); }
-  // For what other blocks sent.
+  // For what other blocks sent. The wait that acquires it is the second, because each of its tries empties the L1 cache.
   __device__ static void wait_for_cluster(uint64_t* barrier, int parity) {
+    wait(barrier, parity);
     DAPO_WAIT(".acquire.cluster", barrier, parity);
   }
 

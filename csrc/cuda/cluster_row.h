@@ -98,7 +98,7 @@ DAPO_DEVICE void cluster_loss(const LossArgs& args, Word* words, ClusterShared& 
       if (lane == 0) Machine::arrive_expecting(met, n_slices * static_cast<int>(sizeof(SlicePart)));
       if (lane < n_slices) Machine::send(&parts[Machine::rank()], lane, mine, met);
       Machine::wait_for_cluster(met, use >> 1 & 1);
-      const SoftmaxPart whole = Machine::template merge<kWarp>(lane < n_slices ? parts[lane].part : empty_part(), c);
+      const SoftmaxPart whole = Machine::template merge<kMaxCluster>(lane < n_slices ? parts[lane].part : empty_part(), c);
       if (lane == 0) {
         shared.gradient = finish_row<kFull>(args, row, shared.token, shared.x_target, shared.scale, whole,
                                             Machine::rank() == 0);

@@ -150,6 +150,9 @@ template <class T> DAPO_HOST_DEVICE Word gather(const T* from, int n) {
   return pack<T>(x);
 }
 
+// A vector of which no element is there.
+template <class T> DAPO_HOST_DEVICE Word no_logits() { return gather<T>(nullptr, 0); }
+
 // c·tanh(x/c), and its slope 1 − (y/c)² by its value y. c = 0: no cap.
 DAPO_HOST_DEVICE float capped(float x, const Softcap& cap) {
   return cap.value == 0.0f ? x : cap.value * tanhf(x * cap.inverse);

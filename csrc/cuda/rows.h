@@ -21,15 +21,16 @@ DAPO_HOST_DEVICE void add_tile(SoftmaxPart& part, const Word* words, const T* x,
                                float c, const Softcap& softcap) {
   constexpr int kN = kElements<T>;
   const bool inside = (t + 1) * kTile <= s.n_words;
+  // The slice's last tile: all threads leave out the vectors that none of them has.
+  const int each = inside ? kPerThread : min_of(kPerThread, ceil_div(s.n - t * kTile * kN, kN * kThreads));
   Word vectors[kPerThread];
-  if (inside) {
-    DAPO_UNROLL
-    for (int j = 0; j < kPerThread; ++j) vectors[j] = words[tile_index(t, j, thread)];
-  } else {
-    DAPO_UNROLL
-    for (int j = 0; j < kPerThread; ++j) {
-      const int v = tile_index(t, j, thread);
-      vectors[j] = v < s.n_words ? words[v] : gather(x + v * kN, s.n - v * kN);
+  DAPO_UNROLL
+  for (int j = 0; j < kPerThread; ++j) {
+    const int v = tile_index(t, j, thread);
+    if (inside || v < s.n_words) {
+      vectors[j] = words[v];
+    } else {
+      vectors[j] = j < each ? gather(x + v * kN, s.n - v * kN) : no_logits<T>();
     }
   }
   const Word most = max_of_words<T>(max_of_words<T>(vectors[0], vectors[1]), max_of_words<T>(vectors[2], vectors[3]));
@@ -45,6 +46,7 @@ DAPO_HOST_DEVICE void add_tile(SoftmaxPart& part, const Word* words, const T* x,
   DAPO_UNROLL
   for (int j = 0; j < kPerThread; ++j) {
     sum[j] = weighted[j] = 0.0f;
+    if (j >= each) continue;
     unpack<T>(vectors[j], y);
     if (kFull && softcap.value != 0.0f) {
       DAPO_UNROLL
@@ -241,14 +243,17 @@ template <class Launch> void for_variant(const RowArgs& args, Launch launch) {
 
 #if defined(__CUDACC__)
 
-// Parts of kWidth neighbouring lanes, merged as a tree; every lane gets the same bits, because a + b == b + a.
+// Parts of kWidth neighbouring lanes: the maximum first, so that each part is lifted once. Every lane gets the same bits,
+// because a + b == b + a.
 template <int kWidth> __device__ inline SoftmaxPart merge_lanes(SoftmaxPart part, float c) {
+  float max = part.max;
+  DAPO_UNROLL
+  for (int lanes = kWidth / 2; lanes > 0; lanes /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, lanes));
+  part = lift(part, max, c);
   DAPO_UNROLL
   for (int lanes = kWidth / 2; lanes > 0; lanes /= 2) {
-    const SoftmaxPart other{__shfl_xor_sync(0xffffffffu, part.max, lanes),
-                            __shfl_xor_sync(0xffffffffu, part.sum, lanes),
-                            __shfl_xor_sync(0xffffffffu, part.weighted, lanes)};
-    part = merge(part, other, c);
+    part.sum += __shfl_xor_sync(0xffffffffu, part.sum, lanes);
+    part.weighted += __shfl_xor_sync(0xffffffffu, part.weighted, lanes);
   }
   return part;
 }

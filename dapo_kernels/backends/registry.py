@@ -117,9 +117,12 @@ class Default(NamedTuple):
     aligned: bool | None = None  # whether rows start on 16 bytes; None: all rows
 
 
-# The first match applies. A row for the cuda backend must name a file under benchmarks/results/ in which it is faster
-# than triton for that class. In gpu-logits-nvidia-h200 it is faster in place on aligned rows, and slower elsewhere.
-CUDA_DEFAULTS = (Default("triton"),)
+# The first match that can run here applies. A row for the cuda backend must name a file under benchmarks/results/ in
+# which it is faster than triton for that class: gpu-logits-nvidia-h200-20261127.
+CUDA_DEFAULTS = (
+    Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True),
+    Default("triton"),
+)
 
 _forced: ContextVar[str | None] = ContextVar("dapo_kernels.use_backend", default=None)
 # The same for torch.compile, which does not read context variables, but guards a graph on a global: the last of the
@@ -235,7 +238,8 @@ def _cuda_default(
     device: torch.device, dtype: torch.dtype, vocab: int, call: str = CALLS[0], starts: tuple[int, ...] = ()
 ) -> str:
     for row in CUDA_DEFAULTS:
-        able = row.capability == (0, 0) or torch.cuda.get_device_capability(device) >= row.capability
+        runs = row.backend != "cuda" or _why_not("cuda") is None
+        able = runs and (row.capability == (0, 0) or torch.cuda.get_device_capability(device) >= row.capability)
         fits = row.aligned is None or row.aligned == all(start * dtype.itemsize % 16 == 0 for start in starts)
         if able and fits and vocab >= row.vocab and dtype in row.dtypes and call in row.calls:
             return row.backend

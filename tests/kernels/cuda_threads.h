@@ -27,10 +27,15 @@ namespace dapo {
 namespace cuda {
 
 inline SoftmaxPart merge_tree(std::vector<SoftmaxPart> parts, float c) {  // by exchange among lanes, as shuffles do
+  float max = -INFINITY;
+  for (const SoftmaxPart& part : parts) max = std::fmax(max, part.max);
+  for (SoftmaxPart& part : parts) part = lift(part, max, c);
   for (size_t lanes = parts.size() / 2; lanes > 0; lanes /= 2) {
-    std::vector<SoftmaxPart> merged(parts.size());
-    for (size_t i = 0; i < parts.size(); ++i) merged[i] = merge(parts[i], parts[i ^ lanes], c);
-    parts = merged;
+    const std::vector<SoftmaxPart> others = parts;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i].sum += others[i ^ lanes].sum;
+      parts[i].weighted += others[i ^ lanes].weighted;
+    }
   }
   return parts[0];
 }

@@ -30,9 +30,12 @@ def test_which_devices_an_architecture_covers() -> None:
         assert found == {**dict.fromkeys(runs, True), **dict.fromkeys(does_not, False)}, architecture
 
 
-def test_the_first_row_of_the_defaults_that_fits_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its device, dtype and vocabulary; without a measurement it is Triton everywhere."""
+@pytest.mark.parametrize("built", [True, False])
+def test_the_first_row_of_the_defaults_that_fits_decides(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device, dtype and vocabulary; where the cuda backend cannot run it is Triton everywhere."""
     hopper = registry.Default("cuda", capability=(9, 0), vocab=100_000, dtypes=(torch.bfloat16,))
+    monkeypatch.setitem(registry._reasons, "cuda", None if built else "not built")
+    monkeypatch.setattr(registry, "CUDA_DEFAULTS", (hopper, registry.Default("triton")))
     for capability, dtype, vocab, expected in (
         ((9, 0), torch.bfloat16, 151936, "cuda"),
         ((9, 0), torch.bfloat16, 100_000, "cuda"),
@@ -41,11 +44,8 @@ def test_the_first_row_of_the_defaults_that_fits_decides(monkeypatch: pytest.Mon
         ((9, 0), torch.bfloat16, 32000, "triton"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        given = (torch.device("cuda"), dtype, vocab)
-        assert registry._cuda_default(*given) == "triton"
-        monkeypatch.setattr(registry, "CUDA_DEFAULTS", (hopper, registry.Default("triton")))
-        assert registry._cuda_default(*given) == expected
-        monkeypatch.undo()
+        found = registry._cuda_default(torch.device("cuda"), dtype, vocab)
+        assert found == (expected if built else "triton")
 
 
 def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:

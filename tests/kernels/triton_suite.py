@@ -15,15 +15,14 @@ from dapo_kernels.backends.divergence import Distance
 
 
 def test_programs_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of a program for each row, of a loss and of a divergence, dead and idle rows between them. The
-    interpreter starts a program when the one before has ended, as a GPU does with those that its SMs have no room for:
-    it finds one row, its own.
+    """The bits of a program for each row of a divergence, dead rows between them. The interpreter starts a program when
+    the one before has ended, as a GPU does with those that its SMs have no room for: it finds one row, its own.
     """
     p, start = problem(random_rows(300, torch.float32), **OPTIONS["entropy"]), InterpreterBuilder.set_grid_idx
     outs, left = [], list[int]()
     for programs in (7, 3, 1):
         monkeypatch.setitem(residency.GPUS, torch.device("cpu"), residency.Gpu(programs, 1, 1.0))  # without a cache
-        rows, others = p.logits.clone(), p.logits.clone()
+        rows = p.logits.clone()
         left.clear()
 
         def started(self: Any, *at: int, rows: Tensor = rows) -> None:
@@ -32,13 +31,12 @@ def test_programs_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with monkeypatch.context() as patch:
             patch.setattr(InterpreterBuilder, "set_grid_idx", started)
-            loss = triton.row_loss_(rows, p.request, p.tokens, p.scalars)
+            upstream, ref = p.tokens.weights + 1.0, p.logits.flip(1)
+            found = triton.row_divergence_(rows, ref, p.request, upstream, Distance(0.4, None, None))
         assert left == [7, *range(programs - 1, 0, -1)]
-        upstream, ref = p.tokens.weights + 1.0, p.logits.flip(1)
-        found = triton.row_divergence_(others, ref, p.request, upstream, Distance(0.4, None, None))
         assert not found.isnan().any()
-        assert torch.equal((others == 0).all(1), ~p.request.live)
-        outs.append((rows, *loss, others, found))
+        assert torch.equal((rows == 0).all(1), ~p.request.live)
+        outs.append((rows, found))
     for other in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, outs[0], strict=True))
 

@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
     def block(self, vec: int) -> int:
         """Return the number of logits per step of the loops, with VEC per access."""
-        return 32 * self.num_warps * (LOADS * vec if vec > 1 else NARROW_LOADS)
+        return 32 * (self.num_warps * LOADS * vec if vec > 1 else min(self.num_warps, NARROW_WARPS) * NARROW_LOADS)
 
 
 # 128-bit accesses that a thread has in flight: 64 KiB for a full SM; bandwidth times latency requires 25. With four,
@@ -45,6 +45,8 @@ class Launch(NamedTuple):
 LOADS = 2
 # The same for accesses of one logit, for rows that do not start at 16-byte boundaries.
 NARROW_LOADS = 8
+# More warps than this, which take more than 32 registers for such rows, leave an SM one row at a time.
+NARROW_WARPS = 16
 # Limit of registers per thread; tests/kernels/test_triton_compile.py checks every kernel. With up to 32 an SM is full,
 # with more it holds half of ``rows_per_sm`` or two thirds, as ``_held`` knows from a kernel's first launch on. Programs
 # that do not fit start later, and no row waits for them.
@@ -56,7 +58,7 @@ MAX_REGISTERS = 64
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),
-    Launch(48 * 2**10, 16, 4),
+    Launch(96 * 2**10, 16, 4),
     Launch(None, 32, 2),
 )
 # A program has at most 1024 threads; a warp of AMD's larger GPUs has 64.
@@ -98,7 +100,7 @@ def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
         "BLOCK_V": min(chosen.block(vec), max(16 * vec, triton.next_power_of_2(vocab))),
         "VEC": vec,
         "HAS_REST": vec > 1 and vocab % 16 != 0,
-        "num_warps": min(chosen.num_warps, MAX_WARPS),
+        "num_warps": min(chosen.num_warps, MAX_WARPS if vec > 1 else NARROW_WARPS),
     }
 
 
@@ -214,10 +216,10 @@ def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: Obje
     work = unit_stride(logits)
     result = RowsLoss.empty(request, scalars.kl_coef != 0)
     losses = torch.empty_like(result.logprobs)
-    _launch_rows(
+    launch(
         kernels.row_loss_kernel,
         request.target_ids.numel(),
-        (work,),
+        logits.device,
         *_inputs(work, request),
         *tokens[1:],
         losses,

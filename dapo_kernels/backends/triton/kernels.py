@@ -143,73 +143,64 @@ def row_loss_kernel(
     Losses, Logprobs, Entropy, ClipHit, RefKl, Idle,
     SURROGATE: tl.constexpr, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
     kl_coef, KL_ESTIMATOR: tl.constexpr, KL_THROUGH_RATIO: tl.constexpr,
-    entropy_coef, N, Next,
+    entropy_coef,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """Process rows until none is left. As many programs run as ``rows_in_flight`` rows stay in the cache. Each starts
-    with the row of its own number and continues with rows that no program has. ``Next`` counts these from the number
-    of programs on. So a program that starts late finds only its own row, and programs per SM do not matter. The next
-    row is taken before the gradient is written, because an atomic addition takes about as long as a read.
-    """
     row = tl.program_id(0).to(tl.int64)
-    while tl.condition(row < N, disable_licm=True):
-        X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
-        if tl.load(Live + row) == 0:
-            tl.store(Losses + row, 0.0)
-            tl.store(Logprobs + row, 0.0)
-            tl.store(ClipHit + row, 0)
-            tl.store(Idle + row, 1)
-            if Entropy is not None:
-                tl.store(Entropy + row, 0.0)
-            if RefKl is not None:
-                tl.store(RefKl + row, 0.0)
-            next_row = tl.atomic_add(Next, 1, sem="relaxed")
-            sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
-        else:
-            tau = _temperature(Temperatures, temperature, row)
-            c = LOG2E / tau
-            target = tl.load(Targets + row)
-            top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
-            # After the sweep: held during it, it takes a register, and ptxas then spills or takes 41 instead of 32.
-            x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
-            logprob = _logprob(x_target, tau, top, total)
-            weight = tl.load(Weights + row)
-            log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
-            ref_logprob = None if RefLogprobs is None else tl.load(RefLogprobs + row)
-            importance_weight = None if ImportanceWeights is None else tl.load(ImportanceWeights + row)
-            value, d_logprob, d_ratio, hit, kl = token_objective(
-                logprob, log_ratio, tl.load(Advantages + row), ref_logprob, importance_weight,
-                SURROGATE, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
-                kl_coef, KL_ESTIMATOR, KL_THROUGH_RATIO,
-            )  # fmt: skip
-            w = tl.where(weight == 0.0, 0.0, weight * (d_logprob + d_ratio))
-            v = 0.0 * weight
-            entropy = 0.0 * weight
-            if Entropy is not None:
-                entropy = (tl.log2(total) - weighted / total) * LN2
-                tl.store(Entropy + row, entropy)
-            if entropy_coef is not None:
-                value -= entropy_coef * entropy
-                v = -entropy_coef * weight
-            if RefKl is not None:
-                tl.store(RefKl + row, kl)
-            idle = (w == 0.0) & (v == 0.0)
-            tl.debug_barrier()  # no warp may write its gradient before all have read the target's logit
-            tl.store(Losses + row, tl.where(weight == 0.0, 0.0, weight * value))
-            tl.store(Logprobs + row, logprob)
-            tl.store(ClipHit + row, hit.to(tl.int8))
-            tl.store(Idle + row, idle.to(tl.int8))
-            next_row = tl.atomic_add(Next, 1, sem="relaxed")
-            if idle:
-                sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
-            else:
-                a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, entropy_coef is not None)
-                at_target *= slope_target
-                sweep_grad(
-                    X, X, V, c, softcap, top, a, b, target, at_target,
-                    BLOCK_V, VEC, HAS_REST, entropy_coef is not None,
-                )  # fmt: skip
-        row = next_row.to(tl.int64)
+    X = _row(Logits, row, inner, stride_outer, stride_inner, VEC)
+    if tl.load(Live + row) == 0:
+        tl.store(Losses + row, 0.0)
+        tl.store(Logprobs + row, 0.0)
+        tl.store(ClipHit + row, 0)
+        tl.store(Idle + row, 1)
+        if Entropy is not None:
+            tl.store(Entropy + row, 0.0)
+        if RefKl is not None:
+            tl.store(RefKl + row, 0.0)
+        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
+        return
+    tau = _temperature(Temperatures, temperature, row)
+    c = LOG2E / tau
+    target = tl.load(Targets + row)
+    top, total, weighted = sweep_stats(X, V, c, softcap, BLOCK_V, VEC, HAS_REST, Entropy is not None)
+    # After the sweep: held during it, it takes a register.
+    x_target, slope_target = capped(tl.load(X + target).to(tl.float32), softcap)
+    logprob = _logprob(x_target, tau, top, total)
+    weight = tl.load(Weights + row)
+    log_ratio = logprob - tl.load(OldLogprobs + row) if OldLogprobs is not None else 0.0 * weight
+    ref_logprob = None if RefLogprobs is None else tl.load(RefLogprobs + row)
+    importance_weight = None if ImportanceWeights is None else tl.load(ImportanceWeights + row)
+    value, d_logprob, d_ratio, hit, kl = token_objective(
+        logprob, log_ratio, tl.load(Advantages + row), ref_logprob, importance_weight,
+        SURROGATE, clip_low, clip_high, dual_clip, tau_positive, tau_negative,
+        kl_coef, KL_ESTIMATOR, KL_THROUGH_RATIO,
+    )  # fmt: skip
+    w = tl.where(weight == 0.0, 0.0, weight * (d_logprob + d_ratio))
+    v = 0.0 * weight
+    entropy = 0.0 * weight
+    if Entropy is not None:
+        entropy = (tl.log2(total) - weighted / total) * LN2
+        tl.store(Entropy + row, entropy)
+    if entropy_coef is not None:
+        value -= entropy_coef * entropy
+        v = -entropy_coef * weight
+    if RefKl is not None:
+        tl.store(RefKl + row, kl)
+    idle = (w == 0.0) & (v == 0.0)
+    tl.debug_barrier()  # no warp may write its gradient before all have read the target's logit
+    tl.store(Losses + row, tl.where(weight == 0.0, 0.0, weight * value))
+    tl.store(Logprobs + row, logprob)
+    tl.store(ClipHit + row, hit.to(tl.int8))
+    tl.store(Idle + row, idle.to(tl.int8))
+    if idle:
+        sweep_zeros(X, V, BLOCK_V, VEC, HAS_REST)
+    else:
+        a, b, at_target = _row_gradient(x_target, tau, top, total, w, v, entropy, entropy_coef is not None)
+        at_target *= slope_target
+        sweep_grad(
+            X, X, V, c, softcap, top, a, b, target, at_target,
+            BLOCK_V, VEC, HAS_REST, entropy_coef is not None,
+        )  # fmt: skip
 
 
 @triton.jit(**_PER_CALL)
