@@ -100,7 +100,7 @@ class Learner:
         self.token_values, self.estimates = {}, {}
         with self.clock.phase("pack"):
             shares = self.world.run_on_rank0(lambda: self._split(self.loss.arrange(sequences)))
-            minis = self.world.scatter_from_rank0(shares or [])
+            minis = self.world.scatter_from_rank0(shares or [], self.world.layout.sequence)
         for mini in minis:
             if self.loss.objective is not None:
                 self._add_old_logprobs(mini)
@@ -117,7 +117,7 @@ class Learner:
 
     def _split(self, sequences: Sequence[TrainingSequence]) -> list[list[MiniBatch]]:
         """Split a step into mini-batches of at most the configured size, as equal as possible, and each into the shares
-        of the ranks. Equal sizes avoid a tiny last update if dynamic sampling left the step short.
+        of the data ranks. Equal sizes avoid a tiny last update if dynamic sampling left the step short.
         """
         size = max(1, len(sequences))
         if self.config.optimizer.mini_batch_size is not None:
@@ -132,7 +132,7 @@ class Learner:
             for share, batches in zip(shares, self.pack(part, first), strict=True):
                 if batches:
                     share.append(MiniBatch(batches, n_tokens, denominator, index, group_tokens))
-        return [shares[rank // self.world.layout.sequence] for rank in range(self.world.size)]
+        return shares
 
     def pack(self, sequences: Sequence[TrainingSequence], first_id: int = 0) -> list[list[PackedBatch]]:
         """Return the micro-batches of each data rank. Their ``sequence_ids`` count from ``first_id``."""
@@ -247,20 +247,20 @@ class Learner:
         scored = [_score(batch, self._token_stats(self.policy, batch, entropy=True)) for batch in batches]
         everywhere = self._gather_on_rank0(scored)
         shares = self.world.run_on_rank0(lambda: self._choose_tokens(objective, everywhere, mini, step))
-        return [chosen.to(self.policy.device) for chosen in self.world.scatter_from_rank0(shares or [])]
+        own = self.world.scatter_from_rank0(shares or [], self.world.layout.sequence)
+        return [chosen.to(self.policy.device) for chosen in own]
 
     def _choose_tokens(
         self, objective: Objective, scored: Sequence[ScoredBatch], mini: MiniBatch, step: int
     ) -> list[list[Tensor]]:
-        """Return the selections of each rank's micro-batches. ``scored`` holds the micro-batches of all ranks."""
+        """Return the selections of each data rank's micro-batches. ``scored`` holds the micro-batches of all ranks."""
         device = self.policy.device
         # Each update has its own random numbers. They are the same after a resume.
         seed = random.Random(f"{self.config.run.seed}:{step}:{mini.index}").getrandbits(63)
         generator = torch.Generator(device).manual_seed(seed)
         found = select_tokens(objective, [one.to(device) for one in scored], generator, on_policy=mini.on_policy)
         chosen, n = [one.cpu().clone() for one in found], len(mini.micro_batches)  # n is the same on every rank
-        starts = (rank // self.world.layout.sequence * n for rank in range(self.world.size))
-        return [chosen[start : start + n] for start in starts]
+        return [chosen[start : start + n] for start in range(0, len(chosen), n)]
 
     def _keep_token_values(self, mini: MiniBatch, outs: Sequence[Output], selections: Sequence[Tensor | None]) -> None:
         assert self.loss.objective is not None
@@ -274,14 +274,14 @@ class Learner:
 
     def _gather_on_rank0(self, local: list[T]) -> list[T]:
         """Return on rank 0 the entries of all ranks' micro-batches. A sequence-parallel group counts once."""
-        parts = self.world.run_and_gather_on_rank0(lambda: local)
-        return [one for part in parts[:: self.world.layout.sequence] for one in part]
+        parts = self.world.run_and_gather_on_rank0(lambda: local if self.world.is_sequence_leader else [])
+        return [one for part in parts for one in part]
 
     def _reduce_metrics(self, outs: Sequence[Output], norm: Tensor, loss_scale: float) -> dict[str, float]:
         """Return the metrics of an update, over the micro-batches of all ranks."""
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         # The ranks of a sequence-parallel group have parts of a loss, or all of them the whole loss.
-        counts = self.loss.is_local or self.world.rank % self.world.layout.sequence == 0
+        counts = self.loss.is_local or self.world.is_sequence_leader
         loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size / loss_scale
         return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
 

@@ -120,7 +120,7 @@ def show_advantages(
         )
         if group >= 0 and (groups is None or group < groups)
     }
-    for part in world.run_and_gather_on_rank0(lambda: found):
+    for part in world.run_and_gather_on_rank0(lambda: found if world.is_sequence_leader else {}):
         for index, advantages in part.items():
             sequences[index].advantages[1:] = advantages
 

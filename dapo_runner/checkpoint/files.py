@@ -41,16 +41,13 @@ class Checkpoint:
 
 def find_checkpoints(folder: Path, *, damaged: bool = False) -> list[Checkpoint]:
     """Return the complete checkpoints, oldest first; with ``damaged`` also the incomplete ones."""
-    names = (
-        (path, re.fullmatch(r"step_(\d{6,})", path.name)) for path in (folder.iterdir() if folder.is_dir() else ())
-    )
+    names = ((path, re.fullmatch(r"step_(\d{6,})", path.name)) for path in folder.glob("step_*"))
     found = [Checkpoint(path, int(name[1])) for path, name in names if name and (damaged or is_whole(path))]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    checkpoints = find_checkpoints(folder)
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(find_checkpoints(folder)), None)
 
 
 def checkpoint_to_resume(folder: Path) -> Checkpoint | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,11 +49,8 @@ def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to the CPU."""
-    stager = DefaultStager(StagingOptions(*[False] * 4))
-    try:
+    with closing(DefaultStager(StagingOptions(*[False] * 4))) as stager:
         return cast("dict[str, Tensor]", stager.stage(tensors))
-    finally:
-        stager.close()
 
 
 def save_optimizer(tensors: dict[str, Tensor], checkpoint: Path, world: World) -> list[Path]:

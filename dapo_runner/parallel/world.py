@@ -92,6 +92,11 @@ class World:
         return self.rank // self.layout.sequence
 
     @property
+    def is_sequence_leader(self) -> bool:
+        """Whether this rank reports what its sequence-parallel group has computed."""
+        return self.rank % self.layout.sequence == 0
+
+    @property
     def is_engine_leader(self) -> bool:
         """Whether this rank reports the responses of its engine."""
         return self.rank % self.layout.rollout_tensor == 0
@@ -120,8 +125,6 @@ class World:
 
     def run_and_gather(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank and return all results."""
-        if self.size == 1:
-            return [work()]
         outcome = _Outcome.of(work)
         outcomes = self.all_gather_object(outcome.portable(self))
         outcomes[self.rank] = outcome  # keeps its traceback
@@ -144,33 +147,37 @@ class World:
         outcome = _Outcome.of(work) if self.is_main else None
         received: list[Any] = [outcome and outcome.portable(self)]
         dist.broadcast_object_list(received, group=self.group)
-        value: T = (outcome or received[0]).value()
-        return value
+        return cast(T, (outcome or received[0]).value())
 
-    def scatter_from_rank0(self, items: Sequence[T]) -> T:
-        """Return item ``rank`` of rank 0's ``items`` on each rank. Other ranks may pass anything."""
+    def scatter_from_rank0(self, items: Sequence[T], copies: int = 1) -> T:
+        """Return item ``rank // copies`` of rank 0's ``items`` on each rank. Other ranks may pass anything.
+
+        Rank 0 sends each item once. The ranks with the same item pass it on from one to the next.
+        """
         if self.size == 1:
             return items[0]
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, list(items) if self.is_main else None, group=self.group)
-        item: T = received[0]
-        return item
+        pickled = self.run_on_rank0(lambda: [pickle.dumps(item) for item in items]) or []
+        for index, data in enumerate(pickled[1:], 1):
+            dist.send_object_list([data], group=self.group, group_dst=copies * index)
+        copy = self.rank % copies
+        data = pickled[0] if self.is_main else self._receive(self.rank - 1 if copy else 0)
+        if copy + 1 < copies:
+            dist.send_object_list([data], group=self.group, group_dst=self.rank + 1)
+        return items[0] if self.is_main else cast(T, pickle.loads(data))
 
     def run_and_gather_on_rank0(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank. Rank 0 returns all results, or raises an error of any rank; others return []."""
-        if self.size == 1:
-            return [work()]
         outcome = _Outcome.of(work)
-        outcomes: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(outcome.portable(self), outcomes, group=self.group)
-        if outcomes is None:
+        self.all_gather_object(None)  # a rank that is lost is noticed by all that wait
+        if not self.is_main:
+            dist.send_object_list([outcome.portable(self)], group=self.group, group_dst=0)
             return []
-        outcomes[0] = outcome  # keeps its traceback
-        return [each.value() for each in outcomes]
+        return [each.value() for each in (outcome, *map(self._receive, range(1, self.size)))]
 
-    def portable_error(self, error: BaseException) -> BaseException:
-        """Return ``error``, or a RankError with its text if it cannot be pickled."""
-        return _Outcome(None, error).portable(self).error or error
+    def _receive(self, rank: int) -> Any:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, group=self.group, group_src=rank)
+        return received[0]
 
     def close(self, error: BaseException | None) -> None:
         """End the run on this rank. Raises RankLostError if ``error`` comes from the loss of another rank."""

@@ -27,12 +27,11 @@ T = TypeVar("T")
 
 
 class _Share(NamedTuple):
-    """A message of rank 0 to another rank: requests, or the end of ``run_on_rank0`` and the error that ended it."""
+    """A message of rank 0 to another rank: requests, or the end of ``run_on_rank0``."""
 
     requests: list[RolloutRequest]
     options: CallOptions = DEFAULT_OPTIONS
     is_end: bool = False
-    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,16 @@ class RolloutWorker:
 
         Raises the error of ``work`` on every rank. Collective.
         """
-        if not self.world.is_main:
-            self._follow()
-            return None
+        return self.world.run_or_raise_everywhere(lambda: self._lead(work) if self.world.is_main else self._follow())
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        end = [_Share([], is_end=True)] * self._n_engines
         try:
             result = work()
-        except (Exception, StepGivenUpError) as error:
-            self._send([_Share([], is_end=True, error=self.world.portable_error(error))] * self.world.size)
+        except (Exception, StepGivenUpError):
+            self._scatter(end)
             raise
-        self._send([_Share([], is_end=True)] * self.world.size)
+        self._scatter(end)
         return result
 
     def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> list[Group]:
@@ -78,21 +78,20 @@ class RolloutWorker:
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]
-            per_engine = self.world.layout.rollout_tensor
-            shares = [[requests[index] for index in part] for part in spread(costs, self.world.size // per_engine)]
-            self._send([_Share(shares[rank // per_engine], options) for rank in range(self.world.size)])
-            return self._answer(_Share(shares[0], options))
+            parts = spread(costs, self._n_engines)
+            return self._answer(self._scatter([_Share([requests[i] for i in part], options) for part in parts]))
 
-    def _send(self, shares: list[_Share]) -> None:
-        if self.world.size > 1:
-            self.world.scatter_from_rank0(shares)
+    @property
+    def _n_engines(self) -> int:
+        return self.world.size // self.world.layout.rollout_tensor
+
+    def _scatter(self, shares: list[_Share]) -> _Share:
+        return self.world.scatter_from_rank0(shares, self.world.layout.rollout_tensor)
 
     def _follow(self) -> None:
         with self.clock.phase("wait"):
-            while not (share := self.world.scatter_from_rank0(list[_Share]())).is_end:
+            while not (share := self._scatter([])).is_end:
                 self._answer(share)
-        if share.error is not None:
-            raise share.error
 
     def _answer(self, share: _Share) -> list[Group]:
         """Complete this rank's share. Rank 0 returns the groups of all ranks. Collective."""

@@ -140,8 +140,15 @@ def fill_adapters(learner: Learner) -> None:
 
 
 def prepare_shares(learner: Learner, sequences: list[Sequence]) -> list[MiniBatch]:
-    """A step whose sequences rank 0 has. Ranks receive what they train on, and nothing larger than flags."""
+    """A step whose sequences rank 0 has. Ranks receive what they train on, and nothing larger than flags. Rank 0
+    pickles it once for the ranks that share it.
+    """
     world, gathered, all_gather = learner.world, list[int](), dist.all_gather_object
+    pickled = list[MiniBatch]()
+
+    def count(mini: MiniBatch, protocol: Any) -> Any:
+        pickled.append(mini)
+        return object.__reduce_ex__(mini, protocol)
 
     def all_gather_object(items: list[Any], item: Any, **options: Any) -> None:
         all_gather(items, item, **options)
@@ -150,8 +157,10 @@ def prepare_shares(learner: Learner, sequences: list[Sequence]) -> list[MiniBatc
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_object", all_gather_object)
         patch.delattr(dist, "broadcast_object_list")
+        patch.setattr(MiniBatch, "__reduce_ex__", count)
         minis = learner.prepare(sequences if world.is_main else [])
     assert max(gathered, default=0) < 1000
+    assert len(pickled) <= (world.data_size * len(minis) if world.is_main else 0)
     return minis
 
 

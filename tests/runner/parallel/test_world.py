@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 from refusals import refused
+from torch.distributed import distributed_c10d
 
 from dapo_runner.config import Config
 from dapo_runner.parallel.balance import sequence_cost, spread
@@ -40,6 +43,22 @@ def fail_on_one(world: World, kind: type[Exception]) -> int:
     return 10 * world.rank
 
 
+def send_results_of_different_sizes(world: World) -> None:
+    """A rank sends what it has, not as much as the others."""
+    sent = list[int]()
+
+    def count(function: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return function(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("send", "gather"):
+            patch.setattr(distributed_c10d, name, partial(count, getattr(distributed_c10d, name)))
+        found = world.run_and_gather_on_rank0(lambda: "x" * 10**6 if world.rank == 2 else "")
+    assert [len(one) for one in found] == ([0, 0, 10**6, 0] if world.is_main else [])
+    assert world.rank == 2 or sum(sent) < 1000
+
+
 def communicate(rank: int) -> None:
     """Each method, alone with what it returns and with what it does when rank 1 fails."""
     world, group = open_world(make_config()), dist.group.WORLD
@@ -48,9 +67,14 @@ def communicate(rank: int) -> None:
     assert world.all_gather_object(rank) == [0, 1, 2, 3]
     assert (world.any(rank == 2), world.any(False)) == (True, False)
     assert world.scatter_from_rank0([4, 5, 6, 7] if rank == 0 else []) == 4 + rank
+    assert world.scatter_from_rank0([4, 5] if rank == 0 else [], 2) == 4 + rank // 2
+    assert world.scatter_from_rank0([4] if rank == 0 else [], 4) == 4
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # on every rank
+        world.scatter_from_rank0([lambda: None] * 2, 2)
     assert world.run_and_gather(lambda: rank) == [0, 1, 2, 3]
     assert world.run_or_raise_everywhere(lambda: rank) == rank
     assert world.run_and_gather_on_rank0(lambda: rank) == ([0, 1, 2, 3] if rank == 0 else [])
+    send_results_of_different_sizes(world)
     assert world.run_on_rank0(lambda: fail_on_one(world, ValueError)) == main_only
     assert world.broadcast_from_rank0(lambda: fail_on_one(world, ValueError)) == 0
     assert world.new_group(60.0).all_gather_object(rank) == [0, 1, 2, 3]
