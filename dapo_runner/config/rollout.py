@@ -188,6 +188,11 @@ class RolloutConfig(SamplingConfig):
     def engine_spec(self) -> EngineSpec:
         return ENGINES[self.engine]
 
+    @property
+    def request_timeout(self) -> float:
+        """Seconds for the responses to one prompt of a server, whose requests of earlier rounds go first."""
+        return self.server.answer_within * (1 + self.max_staleness)
+
 
 class CurriculumConfig(Section):
     """The order of training prompts: dapo_runner.data.curriculum."""

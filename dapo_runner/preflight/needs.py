@@ -40,8 +40,7 @@ def check_needs(config: Config, layout: Layout | None = None) -> None:
     values = model_values(config.model)
     if config.loss.routing_replay and values is not None and not any("experts" in name for name in values):
         missing.append(f"loss.routing_replay: expected a mixture of experts, got {config.model.path}")
-    server, timeout = config.rollout.server, config.parallel.timeout
-    drained = server.answer_within * (1 + config.rollout.max_staleness) + 2 * server.sync_within
+    timeout, drained = config.parallel.timeout, config.rollout.request_timeout + 2 * config.rollout.server.sync_within
     if config.rollout.max_staleness and not config.rollout.partial and layout.size > 1 and timeout < drained:
         missing.append(
             f"parallel.timeout: expected at least {drained:g} s with rollout.partial=false, for which rank 0 may wait "

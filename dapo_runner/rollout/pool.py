@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from dapo_runner import http
@@ -24,21 +25,32 @@ CLAIM_WITHIN = 60.0  # a server waits until the lease of a killed run expires
 
 
 class Signal:
-    """Wake up tasks that wait for a change."""
+    """Wake up tasks that wait for a change. Tasks whose condition is still false stay asleep."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Event, Callable[[], Any]] = {}  # conditions; the longest wait is first
+        self.parts = set[Signal]()  # whose tasks this one wakes up too
 
-    def set(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
+    def set(self, at_most: int | None = None) -> None:
+        """Wake up ``at_most`` tasks, by default all, and the tasks of all ``parts``."""
+        ready = (event for event, is_true in self._waiting.items() if is_true())
+        for event in list(islice(ready, at_most)):
+            del self._waiting[event]
+            event.set()
+        for part in self.parts:
+            part.set()
 
     async def wait_until(self, is_true: Callable[[], Any], within: float | None = None) -> None:
         """Return when ``is_true()``, or after ``within`` seconds."""
 
         async def wait() -> None:
             while not is_true():
-                await self._event.wait()
+                event = asyncio.Event()
+                self._waiting[event] = is_true
+                try:
+                    await event.wait()
+                finally:
+                    self._waiting.pop(event, None)
 
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(wait(), within)

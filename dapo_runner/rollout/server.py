@@ -34,7 +34,7 @@ from dapo_runner.rollout.client import GENERATE, RolloutError, Server, ServerErr
 from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
 from dapo_runner.rollout.guard import model_facts
 from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.pool import ServerPool
+from dapo_runner.rollout.pool import ServerPool, Signal
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
 from dapo_runner.types import (
@@ -73,6 +73,7 @@ class _Call:
         self.failures = Counter[tuple[Server, int]]()
         self.reason = ""  # the last failure of a request
         self.on_answer = on_answer
+        self.changed = Signal()  # for idle tasks: a request waits again, or the servers have changed
 
     @property
     def n_left(self) -> int:
@@ -122,9 +123,8 @@ class ServerEngine(RolloutEngine):
         Raises ConfigError if the key cannot be read or weights cannot be sent, RolloutError if no server loads them.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
-        settings, max_staleness = config.rollout.server, config.rollout.max_staleness
+        settings = config.rollout.server
         server_key(settings.urls[0], settings.key_env)
-        self.answer_within = settings.answer_within * (1 + max_staleness)  # requests of earlier rounds go first
         self.transfer: Transfer = TRANSFERS[settings.transfer](config, world)
         self.token = world.broadcast_from_rank0(lambda: secrets.token_hex(4))  # identifies this run, see ``Ownership``
         self.updates = 0
@@ -245,6 +245,7 @@ class ServerEngine(RolloutEngine):
             for server in self.pool.servers  # servers take turns
         ]
         served = time.monotonic()
+        self.pool.changed.parts.add(call.changed)
         try:
             while call.n_left > 0:
                 done, _ = await asyncio.wait(tasks, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
@@ -256,6 +257,7 @@ class ServerEngine(RolloutEngine):
                     waiting = f"{call.n_left} of {len(call.bodies)} prompts wait"
                     raise RolloutError(self.pool.explain_wait(waiting, call.reason))
         finally:
+            self.pool.changed.parts.discard(call.changed)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -264,14 +266,14 @@ class ServerEngine(RolloutEngine):
         """Submit requests to one server, one after another, while it is in use, until the call completes."""
         pool = self.pool
         while call.n_left > 0:
-            await pool.changed.wait_until(
-                lambda: call.n_left <= 0 or (server in pool.ready and call.next_for(server) is not None)
+            await call.changed.wait_until(
+                lambda: call.n_left <= 0 or (call.next_for(server) is not None and server in pool.ready)
             )
             if (index := call.next_for(server)) is None or call.n_left <= 0:
                 continue
             call.waiting.remove(index)
             try:
-                answer = await server.ask(call.bodies[index], self.answer_within)
+                answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
                 n_samples = call.bodies[index]["sampling_params"]["n"]
                 completions = self._checked(server, answer, n_samples, call.oldest)
                 if call.n_left > 0:
@@ -283,7 +285,7 @@ class ServerEngine(RolloutEngine):
                 if server.error is None:  # else an earlier failure caused this one
                     pool.lose(server, error)
                     self._count_failure(call, server, index, error)
-            pool.changed.set()
+                call.changed.set()
 
     def _count_failure(self, call: _Call, server: Server, index: int, error: ServerError) -> None:
         """Count a failure. Raises RolloutError if the request has failed too often at every server."""
@@ -359,7 +361,7 @@ class _OpenServerCall(OpenCall):
 
     def _submit(self, body: dict[str, Any]) -> None:
         self._call.add(body)
-        self.engine.pool.changed.set()
+        self._call.changed.set(at_most=1)
 
     def is_ready(self, is_complete: bool) -> bool:
         return not self._answered.empty() or self._task.done()

@@ -37,11 +37,10 @@ class Transfer(ABC):
     copies = False
 
     def __init__(self, config: Config, world: World) -> None:
-        rollout, server, self.world = config.rollout, config.rollout.server, world
-        self.within, answered_within = server.sync_within, server.answer_within * (1 + rollout.max_staleness)
+        rollout, self.world, self.within = config.rollout, world, config.rollout.server.sync_within
         # vLLM's pause mode, which decides about responses in progress.
         self.mode = "abort" if not rollout.max_staleness else "keep" if rollout.partial else "wait"
-        self.pause_within = answered_within if self.mode == "wait" else self.within
+        self.pause_within = rollout.request_timeout if self.mode == "wait" else self.within
         self._published: tuple[str | None, Any] = (None, None)  # a version, and the argument of ``_load``
 
     @classmethod

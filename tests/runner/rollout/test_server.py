@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -18,7 +19,10 @@ from served import PROMPTS, REQUESTS, SAMPLING, Fleet, in_thread, moved, respons
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout.client import RolloutError
+from dapo_runner.rollout import pool
+from dapo_runner.rollout.client import RolloutError, ServerError
+from dapo_runner.rollout.engine import OpenCall
+from dapo_runner.rollout.pool import Signal
 from dapo_runner.types import CallOptions, SamplingParams, make_requests
 
 
@@ -182,7 +186,7 @@ def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, poli
     assert sorted(map(min, versions)) == sorted(map(max, versions))
     assert {min(own) for own in versions} == {1, 2}
     assert {body["mode"] for path, body, _ in fleet[0].asked if path == "/pause"} == {"wait"}
-    assert engine.transfer.pause_within == engine.answer_within  # of which earlier rounds take a part
+    assert engine.transfer.pause_within == engine.config.rollout.request_timeout  # of which earlier rounds take a part
 
 
 def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
@@ -262,3 +266,92 @@ def test_an_open_call_takes_prompts_while_others_are_answered(fleet: Fleet) -> N
     wait_until(lambda: call.is_ready(is_complete=True))
     with pytest.raises(RolloutError):
         call.work()
+
+
+ONE = replace(REQUESTS[0], sampling=replace(SAMPLING, n=1))
+
+
+def take(call: OpenCall, n: int) -> set[int]:
+    """Return the keys of ``n`` answers."""
+    found = set[int]()
+
+    def is_complete() -> bool:
+        found.update(key for key, _ in call.work())
+        return len(found) == n
+
+    wait_until(is_complete)
+    return found
+
+
+def test_a_request_wakes_up_one_idle_task_and_an_answer_none(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken, wait = list[object](), asyncio.Event.wait
+
+    async def count_and_wait(event: asyncio.Event) -> bool:
+        found = await wait(event)
+        woken.append(event)
+        return found
+
+    monkeypatch.setattr(asyncio.Event, "wait", count_and_wait)
+    engine = fleet.open()
+    call = engine.open_call(CallOptions(), lambda: None, 16)  # 16 tasks for each server
+    for key in range(10):
+        call.add(key, ONE)
+        assert take(call, 1) == {key}
+    assert 10 <= len(woken) < 50  # with those that wait for new weights, or to renew a claim
+
+
+def test_no_task_sleeps_while_a_request_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "RENEW", 1000.0)  # what a server does by itself would wake them up
+    engine = fleet.open()
+    call = engine.open_call(CallOptions(), lambda: None, 16)
+    first, _ = engine.pool.servers
+
+    async def lose(*added: int) -> None:
+        for key in added:
+            call.add(key, ONE)
+        await asyncio.sleep(0)  # a task of the first server has been woken up, and has not run
+        engine.pool.lose(first, ServerError("lost"))
+
+    run(lose(0))
+    assert take(call, 1) == {0}
+    wait_until(lambda: len(engine.pool.ready) == 2)
+    monkeypatch.setattr(pool, "REST", 1000.0)
+    first.rest = 0.0
+    before = [server.seen(GENERATE) for server in fleet.servers]
+    fleet[0].hooks[GENERATE] = fleet.hang
+    for key in range(8):  # at once
+        call.add(key, ONE)
+    wait_until(lambda: sum(server.seen(GENERATE) for server in fleet.servers) == sum(before) + 8)
+    n_held = fleet[0].seen(GENERATE) - before[0]
+    assert n_held > 1
+    take(call, 8 - n_held)
+    run(lose())  # the other server is idle, and takes all requests
+    take(call, n_held)
+
+
+def test_a_signal_wakes_up_those_whose_condition_is_true_longest_wait_first() -> None:
+    async def wake() -> None:
+        changed, part, true, returned = Signal(), Signal(), set[str](), list[str]()
+        changed.parts.add(part)
+
+        async def wait(name: str, by: Signal, within: float | None = None) -> None:
+            await by.wait_until(lambda: name in true, within)
+            returned.append(name)
+
+        tasks = [asyncio.create_task(wait(name, part if name == "d" else changed)) for name in "abcd"]
+        await wait("late", changed, 0.01)
+        true.update("bcd")
+        changed.set(at_most=1)
+        await asyncio.sleep(0.01)
+        assert returned == ["late", "b", "d"]
+        true.symmetric_difference_update("abcd")
+        changed.set()
+        true.clear()  # before the task runs
+        await asyncio.sleep(0.01)
+        assert returned == ["late", "b", "d"]
+        true.update("ac")
+        changed.set()
+        await asyncio.gather(*tasks)
+        assert returned == ["late", "b", "d", "c", "a"]
+
+    run(wake())
