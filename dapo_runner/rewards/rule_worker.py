@@ -91,11 +91,18 @@ def json_validator(schema: str) -> Any:
     """Return the validator of a schema. It fetches nothing. Raises RefusedError."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
+    from referencing.jsonschema import specification_with
 
     try:
         content = json.loads(schema)
         kind = validator_for(content)
         kind.check_schema(content, format_checker=kind.FORMAT_CHECKER)
+        root = specification_with(kind.META_SCHEMA["$schema"]).create_resource(content)
+        schemas = [(root, REGISTRY.resolver_with_root(root))]
+        for part, resolver in schemas:  # each adds those in it
+            if isinstance(part.contents, dict) and "$ref" in part.contents:
+                resolver.lookup(part.contents["$ref"])
+            schemas += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
     except Exception as error:
         raise RefusedError(f"{schema[:80]!r}: {str(error).splitlines()[0]}") from error
     return kind(content, registry=REGISTRY)

@@ -97,6 +97,14 @@ def test_json_is_judged_by_a_schema(text: str, correct: bool, rule: str) -> None
 REFERENCES = [
     {"$ref": "https://json-schema.org/draft/2020-12/schema"},
     {"properties": {"$ref": {"type": "string"}, "a": {"$ref": "#/properties/$ref"}}, "enum": [{"$ref": "#no"}, {}]},
+    {"$id": "http://a/b", "items": {"$id": "c", "$ref": "#d", "$defs": {"d": {"$anchor": "d"}}}, "$ref": "c"},
+    {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "definitions": {"a": {}},
+        "items": {"$ref": "#/definitions/a"},
+    },
+    {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {}}, "$ref": "#/definitions/a"},
+    True,
 ]
 INVALID = [
     {"type": "objekt"},
@@ -112,8 +120,9 @@ def test_references_inside_a_schema_are_followed_and_nothing_is_fetched() -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         elsewhere = {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"}
         for text in ("no schema", *map(json.dumps, [*INVALID, elsewhere])):
-            with refused("reward json"):
-                judge(patient("json"), '{"a": 1}', text)
+            for response in ('{"a": 1}', "{}"):  # also one that the reference does not concern
+                with refused("reward json"):
+                    judge(patient("json"), response, text)
 
 
 def test_hostile_responses_neither_hang_nor_score_and_are_counted() -> None:
