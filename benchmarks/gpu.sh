@@ -66,10 +66,10 @@ for wanted in sys.argv[1:]:
     if not found or int(found.partition(".")[0]) < int(least or 0):
         print(wanted)' "$@"
 }
-install() {
-    "$PYTHON" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --retries 1 --timeout 10 \
-        "$@" >>"$LOG" 2>&1 || { echo "could not install $*" | tee -a "$LOG" && return 1; }
+pip_install() {
+    "$PYTHON" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --retries 1 --timeout 10 "$@"
 }
+install() { pip_install "$@" >>"$LOG" 2>&1 || { echo "could not install $*" | tee -a "$LOG" && return 1; }; }
 if [ -n "${WHEELS:-}" ]; then
     joined=$(mktemp -d)
     for first in $(find "$WHEELS" -name '*.whl.1of*'); do # pieces of a wheel that is larger than a part
@@ -81,14 +81,13 @@ if [ -n "${WHEELS:-}" ]; then
     for wheel in $(find "$WHEELS" "$joined" -name '*.whl'); do
         [ -e "$VENV/$(basename "$wheel").here" ] || new+=("$wheel")
     done
-    # All at once, which takes a second; one after the other if one of them cannot be installed.
-    if [ ${#new[@]} != 0 ] && install --no-index --no-deps "${new[@]}"; then
-        for wheel in "${new[@]}"; do touch "$VENV/$(basename "$wheel").here"; done
-    else
-        for wheel in "${new[@]}"; do
-            install --no-index --no-deps "$wheel" && touch "$VENV/$(basename "$wheel").here"
-        done
-    fi
+    # All at once takes a second. One after the other if one of them cannot be installed.
+    failed=0
+    [ ${#new[@]} = 0 ] || pip_install --no-index --no-deps "${new[@]}" >/dev/null 2>&1 || failed=1
+    for wheel in "${new[@]}"; do
+        [ $failed = 0 ] || install --no-index --no-deps "$wheel" || continue
+        touch "$VENV/$(basename "$wheel").here"
+    done
 else
     mapfile -t needed < <(missing "setuptools>=77" "pybind11>=2" "pytest>=8")
     command -v ninja >/dev/null || needed+=(ninja)

@@ -118,7 +118,7 @@ class Default(NamedTuple):
 
 
 # The first match that can run here applies. A row for the cuda backend must name a file under benchmarks/results/ in
-# which it is faster than triton for that class: gpu-logits-nvidia-h200-20261127.
+# which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127.
 CUDA_DEFAULTS = (
     Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True),
     Default("triton"),

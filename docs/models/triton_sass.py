@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo_kernels.backends.residency import Gpu, programs, rows_held
-from dapo_kernels.backends.triton import LAUNCHES, LOADS, Launch, divergence, kernels
+from dapo_kernels.backends.triton import FULL_SM_REGISTERS, LAUNCHES, LOADS, MAX_REGISTERS, Launch, divergence, kernels
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -131,7 +131,7 @@ def _signature(fn: Any, logits: str, constants: dict[str, Any]) -> dict[str, str
 
 
 def compiled(
-    kernel: str, logits: str, constants: dict[str, Any], capability: int, warps: int, rows: str = "even"
+    kernel: str, logits: str, constants: dict[str, Any], capability: int, options: dict[str, int], rows: str = "even"
 ) -> Compiled:
     """Through ``triton.compile`` and the disassembler."""
     import triton
@@ -148,7 +148,7 @@ def compiled(
         constexprs={index[name]: value for name, value in constants.items()},
         attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in ROWS[rows]},
     )
-    out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tools = Path(nvidia.__file__).parent / "bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -166,10 +166,17 @@ def compiled(
 
 def row_kernel(variant: str, logits: str, capability: int, launch: Launch, rows: str = "even") -> Compiled:
     """A row kernel as the launcher would have it for long rows of this launch."""
-    chosen, warps = (VARIANTS | DIVERGENCES)[variant], launch.num_warps
-    shape, loads = cut(rows, logits), LOADS if variant in DIVERGENCES else 1
+    chosen, shape = (VARIANTS | DIVERGENCES)[variant], cut(rows, logits)
+    loads = LOADS if variant in DIVERGENCES else 1
     constants = {**chosen.constants, **shape, "BLOCK_V": launch.block(shape["VEC"]) // loads}
-    return compiled(chosen.kernel, logits, constants, capability, warps, rows)
+    registers = FULL_SM_REGISTERS if fills_an_sm(variant, rows) else MAX_REGISTERS
+    options = {"num_warps": launch.warps(shape["VEC"]), "maxnreg": registers}
+    return compiled(chosen.kernel, logits, constants, capability, options, rows)
+
+
+def fills_an_sm(variant: str, rows: str) -> bool:
+    """Whether its registers are limited so that an SM is full."""
+    return aligned(rows) and "softcap" not in variant and "mixture" not in variant
 
 
 def _run(*arguments: str | Path) -> str:
@@ -215,7 +222,7 @@ def instructions_per_logit(got: Compiled, logits: str) -> float:
 
 
 def waves(got: Compiled, launch: Launch, gpu: Gpu, row_bytes: int, row_loads: int) -> int:
-    """In how many waves the programs work that share many rows of a loss, with the number that the SMs hold. With a
+    """In how many waves programs work that share many rows, with the number that the SMs hold. With a
     counter it is one, as those beyond it find one row each; with rows dealt out beforehand they would begin when the
     others had ended.
     """
@@ -272,13 +279,13 @@ def divergence_table() -> str:
 def name_cells(point: Point) -> list[str]:
     """The cells of a row that say what was compiled."""
     variant, logits, launch, capability, rows = point
-    return [f"| {variant}", rows, logits, str(launch.num_warps), str(capability)]
+    return [f"| {variant}", rows, logits, str(launch.warps(cut(rows, logits)["VEC"])), str(capability)]
 
 
 def table_row(point: Point) -> str:
     variant, logits, launch, capability, rows = point
     got = row_kernel(variant, logits, capability, launch, rows)
-    per_sm = rows_held(got.registers, launch.num_warps)
+    per_sm = rows_held(got.registers, launch.warps(cut(rows, logits)["VEC"]))
     figures = [got.registers, per_sm, got.local_bytes, "; ".join(map(str, got.loops))]
     return " | ".join([*name_cells(point), *map(str, figures)]) + " |"
 

@@ -35,26 +35,27 @@ class Launch(NamedTuple):
     num_warps: int
     rows_per_sm: int
 
+    def warps(self, vec: int) -> int:
+        """Return how many warps share a row whose accesses take VEC logits."""
+        return self.num_warps if vec > 1 else min(self.num_warps, NARROW_WARPS)
+
     def block(self, vec: int) -> int:
-        """Return the number of logits per step of the loops, with VEC per access."""
-        return 32 * (self.num_warps * LOADS * vec if vec > 1 else min(self.num_warps, NARROW_WARPS) * NARROW_LOADS)
+        """Return the number of logits per step of the loops."""
+        return 32 * self.warps(vec) * (LOADS * vec if vec > 1 else NARROW_LOADS)
 
 
-# 128-bit accesses that a thread has in flight: 64 KiB for a full SM; bandwidth times latency requires 25. With four,
-# ptxas spills if there is a softcap.
+# 128-bit accesses that a thread has in flight. With four, ptxas spills if there is a softcap.
 LOADS = 2
-# The same for accesses of one logit, for rows that do not start at 16-byte boundaries.
-NARROW_LOADS = 8
-# More warps than this, which take more than 32 registers for such rows, leave an SM one row at a time.
-NARROW_WARPS = 16
-# Limit of registers per thread; tests/kernels/test_triton_compile.py checks every kernel. With up to 32 an SM is full,
-# with more it holds half of ``rows_per_sm`` or two thirds, as ``_held`` knows from a kernel's first launch on. Programs
-# that do not fit start later, and no row waits for them.
-MAX_REGISTERS = 64
-# The second sweep over a row should hit the L2 cache: 50 MiB on an H100 are 390 KiB per SM, 40 MiB on an A100 380. The
-# longer the row, the more warps share it and the fewer rows are in flight: up to 192 KiB per SM, half the cache, as
-# long as the number of warps allows it. Beyond that ``residency.rows_in_flight`` limits the number of programs: at
-# V=151936 two rows per SM are 594 KiB in bfloat16. Chosen from these figures; other launches were not measured.
+# The same for accesses of one logit, for rows that do not start at 16-byte boundaries. More warps than NARROW_WARPS,
+# which take more than 32 registers for such rows, would leave an SM one row at a time.
+NARROW_LOADS, NARROW_WARPS = 8, 16
+# Limits of the registers of a thread: with 32 an SM is full. Without a limit ptxas takes up to 46 where 32 are enough:
+# one row of 32 warps to an SM instead of two, and on an H200 a sixth more time. With soft caps, mixtures of two rows
+# and rows on other boundaries 32 would spill. tests/kernels/test_triton_compile.py checks every kernel.
+FULL_SM_REGISTERS, MAX_REGISTERS = 32, 64
+# The longer the row, the more warps share it and the fewer rows are in flight, so that the second sweep over a row
+# finds it in the L2 cache. Of 8, 16 and 32 warps those for rows of more than 48 KiB are the fastest on an H200
+# (benchmarks/results/gpu-kernels-nvidia-h200-20261127.md); those for shorter rows were not measured.
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),
@@ -91,16 +92,22 @@ def _vec(*rows: Tensor) -> int:
     return 16 // rows[0].element_size() if all(map(_aligned, rows)) else 1
 
 
-def _shape(logits: Tensor, *others: Tensor) -> dict[str, int]:
-    """Return the kernel's block sizes. ``HAS_REST`` repeats what Triton specializes V on, so it adds no compilation."""
+def _shape(logits: Tensor, *others: Tensor, is_large: bool = False) -> dict[str, Any]:
+    """Return the kernel's block sizes. ``HAS_REST`` repeats what Triton specializes V on, so it adds no compilation.
+
+    Args:
+        is_large: the kernel needs more registers than ``FULL_SM_REGISTERS``.
+    """
     vocab, itemsize = _row_size(logits)
     chosen, vec = launch_for(vocab, itemsize), _vec(logits, *others)
+    registers = MAX_REGISTERS if is_large or vec == 1 else FULL_SM_REGISTERS
     return {
         # At least 16 running sums, because each logit after the last multiple of VEC takes one.
         "BLOCK_V": min(chosen.block(vec), max(16 * vec, triton.next_power_of_2(vocab))),
         "VEC": vec,
         "HAS_REST": vec > 1 and vocab % 16 != 0,
-        "num_warps": min(chosen.num_warps, MAX_WARPS if vec > 1 else NARROW_WARPS),
+        "num_warps": min(chosen.warps(vec), MAX_WARPS),
+        **({"maxnreg": registers} if torch.version.hip is None else {}),
     }
 
 
@@ -184,8 +191,8 @@ def row_stats(logits: Tensor, request: RowRequest) -> RowStats:
     check_rows(request, logits.shape[-1])
     logits = unit_stride(logits)
     stats = RowStats.empty(request)
-    n = request.target_ids.numel()
-    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, request), *stats, **_shape(logits))
+    n, shape = request.target_ids.numel(), _shape(logits, is_large=request.softcap is not None)
+    launch(kernels.row_stats_kernel, n, logits.device, *_inputs(logits, request), *stats, **shape)
     return stats
 
 
@@ -201,7 +208,7 @@ def row_grad(
         *_inputs(source, request),
         *stats[1:],
         *slopes,
-        **_shape(source, to),
+        **_shape(source, to, is_large=request.softcap is not None),
     )
     if to is not out:
         out.copy_(to)
@@ -227,7 +234,7 @@ def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: Obje
         result.idle.view(torch.int8),
         *_floats(scalars),
         float(scalars.entropy_coef) or None,
-        **_shape(work),
+        **_shape(work, is_large=request.softcap is not None),
     )
     if work is not logits:
         logits.copy_(work)
@@ -272,7 +279,9 @@ def row_divergence_(
     logits: Tensor, ref_logits: Tensor, request: RowRequest, weights: Tensor, distance: Distance
 ) -> Tensor:
     found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    shape = _shape(logits, ref_logits)
+    kind = divergence.kind_of(distance.beta)
+    is_large = distance.softcap is not None or distance.ref_softcap is not None or kind == divergence.MIXTURE.value
+    shape = _shape(logits, ref_logits, is_large=is_large)
     # Half a step: a thread holds logits of two rows, and more would take more than MAX_REGISTERS.
     shape["BLOCK_V"] = max(shape["BLOCK_V"] // LOADS, 16 * shape["VEC"])
     _launch_rows(
@@ -292,7 +301,7 @@ def row_divergence_(
         weights,
         found,
         float(distance.beta),
-        KIND=divergence.kind_of(distance.beta),
+        KIND=kind,
         **shape,
     )
     return found
