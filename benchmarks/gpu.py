@@ -8,6 +8,7 @@
 4 tuning     launch parameters of the Triton loss; which backend should serve which kind of call (``decide.py``)
 5 runner     a training run and the trainer alone: tokens per second; the gap between sampler and trainer
 6 sanitizer  the CUDA kernels under compute-sanitizer
+7 profile    one call of each row kernel under Nsight Compute: what limits it
 
 Each call goes on with what is not finished while time is left. A stage writes its files into the folder of results as
 it goes; ``gpu-state.json`` there has the commands that were run. Other sources start anew; another commit with the same
@@ -18,7 +19,9 @@ all of it on a CPU with tiny sizes.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -161,6 +164,18 @@ def sanitizer(state: State, seconds: float) -> bool:
     return state.run_logged(commands, seconds)
 
 
+def profile(state: State, seconds: float) -> bool:
+    """Run the row kernels under Nsight Compute, which toolkits do not put on the PATH."""
+    places = os.pathsep.join([os.environ.get("PATH", ""), *sorted(glob.glob("/opt/nvidia/nsight-compute/*"))])
+    profiler = shutil.which("ncu", path=places)
+    if not REHEARSAL and profiler is None:
+        raise LeftOutError("ncu is neither on the PATH nor in /opt/nvidia/nsight-compute")
+    under = [str(profiler), "--clock-control", "none", "--set", "full", "--print-details", "all"]
+    under += ["--kernel-name", "regex:row_|cluster_|sweep_|slice_"]
+    command = [*([] if REHEARSAL else under), sys.executable, "-m", "benchmarks.profiled"]
+    return state.run_logged({"gpu-7-profile.txt": command}, seconds)
+
+
 STAGES: dict[str, Stage] = {
     "card": card,
     "logits": lambda state, seconds: measure("gpu-logits", state, seconds),
@@ -168,6 +183,7 @@ STAGES: dict[str, Stage] = {
     "tuning": tuning,
     "runner": runner,
     "sanitizer": sanitizer,
+    "profile": profile,
 }
 
 

@@ -5,7 +5,7 @@
 #
 # A machine without a network takes the parts of `make gpu-bundle ALL=1` one a call, each with stages that do not need
 # the later ones (docs/cuda.md). quack's rows and Liger's scaled cross-entropy need all parts:
-#   part 1: STAGE=4,1     part 2: STAGE=5,6     part 3: STAGE=2,3
+#   part 1: STAGE=4,7,1   part 2: STAGE=5,6     part 3: STAGE=2,3
 #
 #   PYTHON     the interpreter whose torch sees the GPU (default: python3)
 #   STAGE      run these stages only, in this order: 2,3 (default: all that are not finished)

@@ -99,7 +99,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     done = call_script(**rehearsal, RESULTS=str(tmp_path), OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^stage \d \w+ +finished$", done.stdout, re.MULTILINE)) == len(gpu.STAGES), done.stdout
-    for pattern in ("gpu-1-test_*.txt", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[456]-*"):
+    for pattern in ("gpu-1-test_*.txt", "gpu-logits-*", "gpu-hidden-*", "gpu-tuning-*", "gpu-[4567]-*"):
         assert list(tmp_path.glob(pattern)), pattern
     assert all("REHEARSAL" in page.read_text() for page in tmp_path.glob("*.md"))
     records = [
