@@ -110,7 +110,7 @@ class Default(NamedTuple):
     """A class of rows of logits on CUDA devices, and its default backend."""
 
     backend: str
-    capability: tuple[int, int] = (0, 0)  # minimum of the device
+    capability: tuple[int, int] | None = None  # of the device, as measured; None: all
     vocab: int = 0  # minimum
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     calls: tuple[str, ...] = CALLS
@@ -118,7 +118,7 @@ class Default(NamedTuple):
 
 
 # The first match that can run here applies. A row for the cuda backend must name a file under benchmarks/results/ in
-# which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127.
+# which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127, without entropy and soft cap.
 CUDA_DEFAULTS = (
     Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True),
     Default("triton"),
@@ -234,14 +234,19 @@ def _cpu_default() -> str:
     return "cpp" if _why_not("cpp") is None else "torch"
 
 
+def _able(row: Default, device: torch.device) -> bool:
+    """Return whether a row is for this device, and its backend runs here."""
+    if row.backend == "cuda" and _why_not("cuda") is not None:
+        return False
+    return row.capability is None or torch.cuda.get_device_capability(device) == row.capability
+
+
 def _cuda_default(
     device: torch.device, dtype: torch.dtype, vocab: int, call: str = CALLS[0], starts: tuple[int, ...] = ()
 ) -> str:
     for row in CUDA_DEFAULTS:
-        runs = row.backend != "cuda" or _why_not("cuda") is None
-        able = runs and (row.capability == (0, 0) or torch.cuda.get_device_capability(device) >= row.capability)
         fits = row.aligned is None or row.aligned == all(start * dtype.itemsize % 16 == 0 for start in starts)
-        if able and fits and vocab >= row.vocab and dtype in row.dtypes and call in row.calls:
+        if dtype in row.dtypes and call in row.calls and vocab >= row.vocab and fits and _able(row, device):
             return row.backend
     raise AssertionError("CUDA_DEFAULTS: the last row must hold for everything")
 

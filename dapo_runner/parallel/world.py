@@ -152,11 +152,12 @@ class World:
     def scatter_from_rank0(self, items: Sequence[T], copies: int = 1) -> T:
         """Return item ``rank // copies`` of rank 0's ``items`` on each rank. Other ranks may pass anything.
 
-        Rank 0 sends each item once. The ranks with the same item pass it on from one to the next.
+        Rank 0 sends each item once. The ranks with the same item pass it on from one to the next. If an item cannot be
+        pickled, rank 0 raises and has sent nothing.
         """
         if self.size == 1:
             return items[0]
-        pickled = self.run_on_rank0(lambda: [pickle.dumps(item) for item in items]) or []
+        pickled = [pickle.dumps(item) for item in items] if self.is_main else []
         for index, data in enumerate(pickled[1:], 1):
             dist.send_object_list([data], group=self.group, group_dst=copies * index)
         copy = self.rank % copies

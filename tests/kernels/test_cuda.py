@@ -40,6 +40,7 @@ def test_the_first_row_of_the_defaults_that_fits_decides(built: bool, monkeypatc
         ((9, 0), torch.bfloat16, 151936, "cuda"),
         ((9, 0), torch.bfloat16, 100_000, "cuda"),
         ((8, 0), torch.bfloat16, 151936, "triton"),
+        ((10, 0), torch.bfloat16, 151936, "triton"),
         ((9, 0), torch.float32, 151936, "triton"),
         ((9, 0), torch.bfloat16, 32000, "triton"),
     ):

@@ -83,7 +83,7 @@ def test_a_device_is_as_torch_describes_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_page_shows_the_tables() -> None:
     """That of the roofline, and the bandwidth with one row to an SM by Little's law."""
     assert PAGE.partition(roofline.BEGIN)[2].partition(roofline.END)[0].strip() == roofline.table()
-    for kib in (32, 16):
+    for kib in (32, 16, 8):
         shares = (d.gpu.multiprocessors * kib * 2**10 / (d.gpu.bytes_per_s * LATENCY_S) for d in roofline.DEVICES)
         cells = " | ".join(f"{min(1.0, share):.0%}".replace("%", " %") for share in shares)
         assert f"{kib} KiB a row | {cells} |" in PAGE

@@ -50,12 +50,12 @@ LOADS = 2
 # which take more than 32 registers for such rows, would leave an SM one row at a time.
 NARROW_LOADS, NARROW_WARPS = 8, 16
 # Limits of the registers of a thread: with 32 an SM is full. Without a limit ptxas takes up to 46 where 32 are enough:
-# one row of 32 warps to an SM instead of two, and on an H200 a sixth more time. With soft caps, mixtures of two rows
-# and rows on other boundaries 32 would spill. tests/kernels/test_triton_compile.py checks every kernel.
+# one row of 32 warps to an SM instead of two. With soft caps, mixtures of two rows and rows on other boundaries, 32
+# would spill. tests/kernels/test_triton_compile.py checks every kernel.
 FULL_SM_REGISTERS, MAX_REGISTERS = 32, 64
 # The longer the row, the more warps share it and the fewer rows are in flight, so that the second sweep over a row
-# finds it in the L2 cache. Of 8, 16 and 32 warps those for rows of more than 48 KiB are the fastest on an H200
-# (benchmarks/results/gpu-kernels-nvidia-h200-20261127.md); those for shorter rows were not measured.
+# finds it in the L2 cache. Of 8, 16 and 32 warps, 16 are the fastest for rows of 62 KiB on an H200, and 32 from 125 KiB
+# on (benchmarks/results/gpu-kernels-nvidia-h200-20261127.md). Other rows were not measured.
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),

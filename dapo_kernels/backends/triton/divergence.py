@@ -142,7 +142,11 @@ def row_divergence_kernel(
     Live, Temperatures, temperature, softcap, ref_softcap, Weights, Divergence, beta, N, Next, KIND: tl.constexpr,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
-    """Process rows until none is left, as ``row_loss_kernel``."""
+    """Process rows until none is left. As many programs run as ``rows_in_flight`` says. Each starts with the row of its
+    own number and continues with rows that no program has: ``Next`` counts these from the number of programs on. So a
+    program that starts late finds only its own row. The next row is taken before the gradient is written, because an
+    atomic addition takes about as long as a read.
+    """
     row = tl.program_id(0).to(tl.int64)
     while tl.condition(row < N, disable_licm=True):
         X = _row(Logits, row, 1, stride, 0, VEC)
