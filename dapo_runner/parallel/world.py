@@ -152,8 +152,7 @@ class World:
     def scatter_from_rank0(self, items: Sequence[T], copies: int = 1) -> T:
         """Return item ``rank // copies`` of rank 0's ``items`` on each rank. Other ranks may pass anything.
 
-        Rank 0 sends each item once. The ranks with the same item pass it on from one to the next. If an item cannot be
-        pickled, rank 0 raises and has sent nothing.
+        Rank 0 pickles all, then sends each item once. Ranks with the same item pass it on from one to the next.
         """
         if self.size == 1:
             return items[0]
