@@ -12,8 +12,8 @@
 
 Each call goes on with what is not finished while time is left. A stage writes its files into the folder of results as
 it goes; ``gpu-state.json`` there has the commands that were run. Other sources start anew; another commit with the same
-sources does not. What is left out because something is absent is tried again by each call. ``make gpu-rehearsal`` runs
-all of it on a CPU with tiny sizes.
+sources does not. What failed or was left out is tried again by each call. ``make gpu-rehearsal`` runs all of it on a
+CPU with tiny sizes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from dapo_runner.files import atomic_write
 from dapo_runner.preflight.packages import missing_for_runner
 
 LEAST_S = 5 if REHEARSAL else 30  # a stage is not started with less time
-TRIES = 2  # what failed or was stopped so often is not tried again
+TRIES = 2  # what was stopped so often is not tried again
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ("tests/kernels/test_gpu_execution.py", "-k", "every_kernel_of_the_cuda_backend and 32003")
 STOPPED = (124, 137)  # exit statuses of ``timeout``
+PASSED = (0, 5)  # 5: pytest ran no test
 
 
 class LeftOutError(Exception):
@@ -68,9 +69,9 @@ class State:
         atomic_write(self.folder / "gpu-state.json", json.dumps(saved, indent=1))
 
     def is_done(self, name: str) -> bool:
-        """Return whether a command ended by itself, or was stopped too often."""
+        """Return whether a command passed, or was stopped too often. One that failed is run again by the next call."""
         tried = self.commands.get(name, {"tries": 0, "status": STOPPED[0]})
-        return tried["status"] not in STOPPED or tried["tries"] >= TRIES
+        return tried["status"] in PASSED or (tried["status"] in STOPPED and tried["tries"] >= TRIES)
 
     def run_logged(self, commands: dict[str, list[str]], seconds: float) -> bool:
         """Run the commands that are not done, each with its share of the time that is left. Return whether all are."""
@@ -98,8 +99,9 @@ class State:
 
     def failures(self) -> list[str]:
         """Return the files that show failing tests, or kernels of ours that failed or were wrong."""
-        # 5: pytest ran no test. What was stopped once is resumed.
-        failed = [name for name, tried in self.commands.items() if self.is_done(name) and tried["status"] not in (0, 5)]
+        status = {name: tried["status"] for name, tried in self.commands.items()}
+        stopped = {name for name in status if status[name] in STOPPED and not self.is_done(name)}  # it is resumed
+        failed = [name for name in status.keys() - stopped if status[name] not in PASSED]
         for path in self.folder.glob("gpu-*.json"):
             if any(map(is_failure, json.loads(path.read_text()).get("records", ()))):
                 failed.append(path.name)
@@ -213,9 +215,7 @@ def run_stages(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--stage", type=lambda text: [int(x) for x in text.split(",")], help="only these, in this order"
-    )
+    parser.add_argument("--stage", type=lambda text: [int(x) for x in text.split(",")], help="only these, in order")
     parser.add_argument("--seconds", type=float, default=540, help="of this call")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
@@ -223,11 +223,11 @@ def main() -> int:
     state = State.load(options.results)
     ended = run_stages(state, options.seconds, options.stage)
     print()
-    for number, (name, how) in enumerate(ended.items(), 1):
-        print(f"stage {number} {name:10} {how}")
-    print(f"files in {options.results}; the same command goes on with what is not finished")
     failed = state.failures()
-    print("".join(f"FAILED: see {name}\n" for name in failed), end="")
+    for number, (name, how) in enumerate(ended.items(), 1):
+        files = ", ".join(file for file in failed if file.startswith((f"gpu-{number}-", f"gpu-{name}-")))
+        print(f"stage {number} {name:10} {f'failed: see {files}' if files else how}")
+    print(f"files in {options.results}; the same command goes on with what is not finished")
     return 1 if failed or any(how.startswith("failed") for how in ended.values()) else 0
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import dapo_kernels
 from benchmarks import gpu, machine
 from benchmarks.bench_ranks import recipe
 from benchmarks.tuning import TUNINGS
@@ -56,7 +58,8 @@ def test_commands_that_are_not_done_are_run(tmp_path: Path) -> None:
     state = gpu.State(tmp_path, commands={"gpu-done.txt": {"tries": 1, "status": 0}})
     commands = {"gpu-done.txt": "raise SystemExit(1)", "gpu-fails.txt": "raise SystemExit(3)"}
     commands["gpu-no-test.txt"] = "raise SystemExit(5)"  # as pytest without a test
-    assert state.run_logged({name: program(text) for name, text in commands.items()}, 600)
+    assert not state.run_logged({name: program(text) for name, text in commands.items()}, 600)
+    assert state.commands["gpu-no-test.txt"]["status"] == 5
     slow = {"gpu-slow.txt": program("import time; time.sleep(600)")}
     assert not state.run_logged(slow, 2.0)  # a command takes a second at least
     state = gpu.State.load(tmp_path)
@@ -66,6 +69,21 @@ def test_commands_that_are_not_done_are_run(tmp_path: Path) -> None:
     (tmp_path / "gpu-logits.json").write_text(json.dumps({"records": [{"rows": rows}]}))
     (tmp_path / "gpu-hidden.json").write_text(json.dumps({"records": [{"rows": rows[:1]}]}))
     assert state.failures() == ["gpu-fails.txt", "gpu-logits.json", "gpu-slow.txt"]
+    commands["gpu-fails.txt"] = ""  # what it lacked was installed
+    assert state.run_logged({name: program(text) for name, text in commands.items()}, 600)
+    assert state.failures() == ["gpu-logits.json", "gpu-slow.txt"]
+
+
+def test_a_stage_whose_command_fails_is_named_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--stage", "5", "--results", str(tmp_path)])
+    for text, how in (("raise SystemExit(1)", "failed"), ("", "finished")):
+        commands = {"gpu-5-run.txt": program(text)}
+        stage = lambda state, seconds, commands=commands: state.run_logged(commands, seconds)  # noqa: E731
+        monkeypatch.setitem(gpu.STAGES, "runner", stage)
+        assert gpu.main() == (how == "failed")
+        assert re.findall(r"stage 5 runner +(\w+)", capsys.readouterr().out) == [how]
 
 
 def test_what_is_absent_leaves_a_stage_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +97,9 @@ def test_the_stages_start_without_the_packages_of_the_runner() -> None:
     subprocess.run([sys.executable, "-c", f"{absent}; import benchmarks.gpu, benchmarks.harness"], cwd=ROOT, check=True)
 
 
-def call_script(**environment: str) -> subprocess.CompletedProcess[str]:
+def call_script(script: Path = SCRIPT, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, **environment}
-    return subprocess.run([SCRIPT], env=environment, capture_output=True, text=True)
+    return subprocess.run([script], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.elsewhere
@@ -126,6 +144,37 @@ def test_a_copy_without_git_has_the_commit_of_its_bundle(tmp_path: Path, monkeyp
 
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
     parse_config(recipe("a model", str(tmp_path), 64, 4, max_response_tokens=512, engine="vllm"))
+
+
+def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -> None:
+    """In a copy of what the build reads. The CUDA device and the compilers are stubs."""
+    copied = ("benchmarks/gpu.sh", "benchmarks/__init__.py", "dapo_kernels/__init__.py", "README.md", "LICENSE")
+    for name in (*copied, "pyproject.toml", "setup.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "benchmarks" / "gpu.py").write_text("print('the stages')")
+    device = "class cuda:\n    is_available = lambda: True\n    get_device_capability = lambda: (9, 0)\n"
+    (tmp_path / "torch.py").write_text(device)
+    stubs = {
+        "nvcc": f'echo "$DAPO_KERNELS_CUDA_ARCHS" >>{tmp_path}/archs; echo release 11.8',
+        "g++": 'until [ "$1" = -o ]; do shift; done; touch "$2" "$2.d"',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environment = {"PATH": path, "CXX": "g++", "CUDA_HOME": "", "CUDA_PATH": "", "DAPO_KERNELS_CUDA_ARCHS": ""}
+    done = call_script(tmp_path / "benchmarks" / "gpu.sh", RESULTS=str(tmp_path), **environment)
+    log = (tmp_path / "gpu-0-setup.txt").read_text()
+    assert done.stdout.endswith("the stages\n"), done.stderr + log
+    assert "nvcc" in log
+    assert set((tmp_path / "archs").read_text().split()) == {"90a"}
+    assert [path.name.partition(".")[0] for path in (tmp_path / "dapo_kernels").glob("*.so")] == ["_C"]
+    version = re.search(r"^Version: (.+)$", (tmp_path / "dapo_kernels.egg-info" / "PKG-INFO").read_text(), re.MULTILINE)
+    assert version is not None
+    assert version[1] == dapo_kernels.__version__
 
 
 @pytest.mark.elsewhere
