@@ -2,10 +2,9 @@
 
     python -m benchmarks.decide FILE.json [FILE.json …]       files of the GPU suites, of one machine
 
-Each kind of call is decided by itself: what it computes (``registry.CALLS``), whether rows start on 16 bytes, the
-dtype. The cuda backend takes it from the smallest vocabulary on where it is faster than triton by MARGIN in each
-configuration, there and above. Where nothing was measured, triton stays. Below that stand all ratios, and the fastest
-launch of ``tuning.py`` beside the built-in one and the call with a new gradient. A person commits both.
+Each call (``registry.CALLS``) is decided by dtype and by whether rows start on 16 bytes. The cuda backend takes it from
+the smallest vocabulary on where it is faster than triton by MARGIN in each configuration, there and above. All ratios
+follow, and the fastest launch of ``tuning.py`` beside the built-in one and the call with a new gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ import torch
 
 from benchmarks.contestants import BACKENDS, NEW_GRADIENTS
 from benchmarks.tuning import TUNINGS
-from dapo_kernels.backends.registry import Default
+from dapo_kernels.backends.registry import CLUSTER_ROW_BYTES, Default
 
 MARGIN = 0.03  # of the time: twice what runs of one kernel differ by
+LONGEST = {("in place", True): CLUSTER_ROW_BYTES}  # of rows that take the kernel measured; none for other calls
 TRITON, CUDA = BACKENDS
 Kind = tuple[str, bool, str]  # the call, whether rows are aligned, the dtype
 
@@ -59,7 +59,7 @@ def decide(records: Sequence[dict[str, Any]], capability: tuple[int, int]) -> li
         if faster := list(itertools.takewhile(lambda pair: pair[1] <= 1 - MARGIN, by_size)):
             chosen.setdefault((call, aligned, faster[-1][0]), []).append(getattr(torch, dtype))
     return [
-        Default("cuda", capability, vocab, tuple(dtypes), (call,), aligned)
+        Default("cuda", capability, vocab, tuple(dtypes), (call,), aligned, LONGEST.get((call, aligned)))
         for (call, aligned, vocab), dtypes in chosen.items()
     ]
 

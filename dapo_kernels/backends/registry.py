@@ -115,12 +115,15 @@ class Default(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     calls: tuple[str, ...] = CALLS
     aligned: bool | None = None  # whether rows start on 16 bytes; None: all rows
+    row_bytes: int | None = None  # maximum; None: all
 
 
+# The longest row that the kernel ``cluster_loss`` holds (csrc/cuda/tiles.h). Longer ones take a kernel that is slower.
+CLUSTER_ROW_BYTES = 16 * (222 * 2**10 - 128)
 # The first match that can run here applies. A row for the cuda backend must name a file under benchmarks/results/ in
 # which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127, without entropy and soft cap.
 CUDA_DEFAULTS = (
-    Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True),
+    Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True, CLUSTER_ROW_BYTES),
     Default("triton"),
 )
 
@@ -234,6 +237,14 @@ def _cpu_default() -> str:
     return "cpp" if _why_not("cpp") is None else "torch"
 
 
+def _fits(row: Default, dtype: torch.dtype, vocab: int, call: str, starts: tuple[int, ...]) -> bool:
+    """Return whether a row is for this call."""
+    if row.aligned is not None and row.aligned != all(start * dtype.itemsize % 16 == 0 for start in starts):
+        return False
+    fits = vocab >= row.vocab and (row.row_bytes is None or vocab * dtype.itemsize <= row.row_bytes)
+    return fits and dtype in row.dtypes and call in row.calls
+
+
 def _able(row: Default, device: torch.device) -> bool:
     """Return whether a row is for this device, and its backend runs here."""
     if row.backend == "cuda" and _why_not("cuda") is not None:
@@ -245,10 +256,22 @@ def _cuda_default(
     device: torch.device, dtype: torch.dtype, vocab: int, call: str = CALLS[0], starts: tuple[int, ...] = ()
 ) -> str:
     for row in CUDA_DEFAULTS:
-        fits = row.aligned is None or row.aligned == all(start * dtype.itemsize % 16 == 0 for start in starts)
-        if dtype in row.dtypes and call in row.calls and vocab >= row.vocab and fits and _able(row, device):
+        if _fits(row, dtype, vocab, call, starts) and _able(row, device):
             return row.backend
     raise AssertionError("CUDA_DEFAULTS: the last row must hold for everything")
+
+
+def describe_default(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the default backend in words, with the rows of logits that have another one."""
+    if device.type != "cuda":
+        return _default(device, dtype, 0, CALLS[0], ())
+    *special, general = (row for row in CUDA_DEFAULTS if dtype in row.dtypes and _able(row, device))
+    words = [general.backend]
+    for row in special:
+        longest = "on" if row.row_bytes is None else f"to {row.row_bytes // dtype.itemsize}"
+        aligned = "" if row.aligned is None else f", rows {'' if row.aligned else 'not '}on 16 bytes"
+        words.append(f"{row.backend} for V from {row.vocab} {longest} ({' or '.join(row.calls)}{aligned})")
+    return "; ".join(words)
 
 
 def call_from_logits(logits: Tensor, loss_in_place: bool) -> str:

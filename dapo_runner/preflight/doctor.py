@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from dapo_kernels.backends import available_backends, backend_for, cuda_build
+from dapo_kernels.backends import available_backends, cuda_build, describe_default
 from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported
 from dapo_runner.preflight.amx import disable_broken_amx
 from dapo_runner.preflight.packages import RUNNER, RUNNER_EXTRA, version
@@ -100,5 +100,5 @@ def _cuda() -> Finding:
 
 
 def _chosen_backends(kind: str) -> Finding:
-    chosen = {dtype: backend_for("doctor", torch.device(kind), dtype) for dtype in (torch.float32, torch.bfloat16)}
+    chosen = {dtype: describe_default(torch.device(kind), dtype) for dtype in (torch.bfloat16, torch.float32)}
     return Finding(f"on {kind}", ", ".join(f"{str(dtype).removeprefix('torch.')}: {chosen[dtype]}" for dtype in chosen))

@@ -17,6 +17,7 @@ from benchmarks import bench_ranks, decide, harness, machine, report, run
 from benchmarks import bench_step_vs_trl as step
 from benchmarks.allocators import ALLOCATORS, BOTH, OUT_OF_THE_BOX, RAISED
 from benchmarks.configs import GPU_HIDDEN, QUOTED, Config
+from dapo_kernels.backends import registry
 from docs import loss_picture as picture
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,9 @@ def test_cuda_takes_the_kinds_of_calls_and_rows_in_which_it_is_faster() -> None:
     assert decided(big, times(151_936, 1.2)) == decided(times(151_936, 1.2), big) == []  # the worst of two sizes
     assert decided(times(151_936, None)) == decided() == []
     # An odd vocabulary: 4 float32 logits are 16 bytes, 4 in bfloat16 are not.
-    assert decide.decide([times(100, 0.5, dtype="float32")], (9, 0))[0].aligned
+    (row,) = decide.decide([times(100, 0.5, dtype="float32")], (9, 0))
+    assert (row.aligned, row.row_bytes) == (True, registry.CLUSTER_ROW_BYTES)
+    assert decide.decide([times(101, 1.0, new=0.5)], (9, 0))[0].row_bytes is None  # of the kernels of slices
     odd = times(50_257, 1.6, new=0.9), times(262_143, 2.3, new=0.8), times(262_143, 0.5, mode="forward")
     hidden = times(151_936, 0.98, level="hidden"), times(151_936, 0.9, level="hidden", mode="forward")
     assert set(decided(big, small, *odd, *hidden)) == {

@@ -18,6 +18,7 @@ from test_backends import check, results
 from torch import Tensor
 
 from dapo_kernels.backends import cuda
+from dapo_kernels.backends.registry import CLUSTER_ROW_BYTES
 from dapo_kernels.backends.structs import rows_of
 from dapo_kernels.objectives import OBJECTIVES
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -141,6 +142,11 @@ def test_rows_between_16_byte_boundaries_are_no_clusters() -> None:
     assert found == {n: "cluster" if n in ("even", "padded", "sequences") else "sweep" for n in rows}
     with pytest.raises(ValueError, match="16 bytes"):
         run("cluster", problem(random_rows(9, torch.bfloat16)), random_rows(9, torch.bfloat16))
+
+
+def test_the_default_ends_with_the_rows_that_a_cluster_holds() -> None:
+    columns = CLUSTER_ROW_BYTES // 4
+    assert [EMULATION.slices(n, 4)[2] for n in (columns, columns + 1)] == [True, False]
 
 
 def test_a_row_beyond_a_cluster() -> None:

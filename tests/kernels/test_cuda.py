@@ -49,6 +49,15 @@ def test_the_first_row_of_the_defaults_that_fits_decides(built: bool, monkeypatc
         assert found == (expected if built else "triton")
 
 
+def test_the_default_on_hopper_ends_where_another_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._reasons, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    longest = registry.CLUSTER_ROW_BYTES // 4
+    assert longest == 908_800
+    for vocab, expected in ((151_935, "triton"), (151_936, "cuda"), (longest, "cuda"), (longest + 1, "triton")):
+        assert registry._cuda_default(torch.device("cuda"), torch.float32, vocab) == expected, vocab
+
+
 def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each public function states its own, and where its rows start."""
     seen: list[str] = []

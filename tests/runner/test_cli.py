@@ -14,12 +14,13 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 import yaml
 from builders import write_rows
 from refusals import refused
 from small import Dapo, Notes, events_of, write_recipe
 
-from dapo_kernels.backends.registry import cuda_build
+from dapo_kernels.backends import cuda_build, registry
 from dapo_runner.cli import main
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepGivenUpError
@@ -182,6 +183,18 @@ def test_help_and_doctor_need_nothing(dapo: Dapo) -> None:
     assert found["backend torch"].advice == ""
     assert "float32: " in found["on cpu"].state
     assert ("built for" in found["CUDA kernels"].state) == (cuda_build() is not None)
+
+
+def test_doctor_shows_for_which_vocabulary_the_backend_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_reasons", {"cuda": None, "triton": None})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for capability, vocabularies in (((9, 0), ["151936", "908800"]), ((10, 0), [])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
+        (state,) = [finding.state for finding in doctor.examine() if finding.what == "on cuda"]
+        assert re.findall(r"\d{5,}", state) == vocabularies
+        assert state.startswith("bfloat16: triton, float32: triton")
+        assert ("cuda" in state) == (capability == (9, 0))
 
 
 REMEDIES = {"trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'", "vllm": "'vllm>=0.32'"}
