@@ -58,7 +58,11 @@ class RolloutWorker:
 
         Raises the error of ``work`` on every rank. Collective.
         """
-        return self.world.run_or_raise_everywhere(lambda: self._lead(work) if self.world.is_main else self._follow())
+        if not self.world.is_main:  # an error here ends the rank, which the others notice wherever they wait
+            with self.clock.phase("wait"):
+                while not (share := self._scatter([])).is_end:
+                    self._answer(share)
+        return self.world.run_on_rank0(lambda: self._lead(work))
 
     def _lead(self, work: Callable[[], T]) -> T:
         end = [_Share([], is_end=True)] * self._n_engines
@@ -87,11 +91,6 @@ class RolloutWorker:
 
     def _scatter(self, shares: list[_Share]) -> _Share:
         return self.world.scatter_from_rank0(shares, self.world.layout.rollout_tensor)
-
-    def _follow(self) -> None:
-        with self.clock.phase("wait"):
-            while not (share := self._scatter([])).is_end:
-                self._answer(share)
 
     def _answer(self, share: _Share) -> list[Group]:
         """Complete this rank's share. Rank 0 returns the groups of all ranks. Collective."""

@@ -8,9 +8,11 @@ import pickle
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,10 +26,12 @@ from refusals import refused
 from torch.distributed import distributed_c10d
 
 from dapo_runner.config import Config
+from dapo_runner.interrupt import StopRequest
 from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
 from dapo_runner.parallel.watch import RankLostError, Watch
 from dapo_runner.parallel.world import Layout, RankError, World, make_layout, open_world
+from dapo_runner.rollout.worker import RolloutWorker
 
 HEADS = [(12, 3), (8, 2), (8, 4), (8, 8), (12, 6), (12, 12)]  # of queries, of keys: divisors of 4, multiples, neither
 
@@ -203,6 +207,63 @@ def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) 
         assert message.startswith("rank 1 on ")
         assert part in message
     assert sorted(is_first for *_, is_first in found) == [False, True]
+
+
+class Echo:
+    def generate(self, requests: Any, options: Any) -> list[list[int]]:
+        return [[request.index] for request in requests]
+
+
+class LateError:
+    """A StopRequest that fails when rank 1 asks it."""
+
+    @property
+    def is_late(self) -> bool:
+        raise ValueError("no clock")
+
+    def giving_up(self) -> Any:
+        return nullcontext()
+
+
+def fail_to_follow(rank: int, how: str, folder: Path) -> None:
+    if rank != 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    world = open_world(make_config()).new_group(30.0)
+    stop: Any = LateError() if how == "late" and rank == 1 else StopRequest()
+
+    def score(prompts: Any, completions: Any) -> list[Any]:
+        return [(lambda: None) if how == "unpicklable" and rank == 1 else number for (number,) in completions]
+
+    worker = RolloutWorker(cast("Any", Echo()), cast("Any", score), None, world=world, stop=stop)
+    prompt = SimpleNamespace(token_ids=[1], n_response_tokens=0)
+    requests = [
+        SimpleNamespace(index=index, prompt=prompt, sampling=SimpleNamespace(max_tokens=1)) for index in range(3)
+    ]
+    began = time.monotonic()
+    try:
+        assert worker.run_on_rank0(lambda: worker.generate(cast("Any", requests))) in (None, [0, 1, 2])
+        (folder / str(rank)).write_text("followed")
+    except Exception as error:
+        try:
+            world.close(error)
+        except RankLostError as explained:
+            (folder / str(rank)).write_text(f"{explained}")
+        assert time.monotonic() - began < 15
+        os._exit(1)
+
+
+def test_a_rank_that_fails_to_follow_is_named(tmp_path: Path) -> None:
+    """Outside of what every rank gathers: the others do not wait for it."""
+    on_ranks(3, fail_to_follow, "", tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == 3 * ["followed"]
+    for how, part in (("late", "ValueError: no clock"), ("unpicklable", "lambda")):
+        (tmp_path / how).mkdir()
+        with pytest.raises(Exception, match=r"process \d"):
+            on_ranks(3, fail_to_follow, how, tmp_path / how)
+        wait_for(lambda how=how: len(list((tmp_path / how).iterdir())) == 2)
+        found = {path.name: path.read_text() for path in (tmp_path / how).iterdir()}
+        assert found.keys() == {"0", "2"}
+        assert all(text.startswith("rank 1 on ") and part in text for text in found.values()), found
 
 
 def publish_and_end(variables: dict[str, str], phase: str, end: Any) -> None:
