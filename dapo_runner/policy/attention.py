@@ -106,9 +106,8 @@ def plan_packing(
             restore[start : start + length] = n_slots + columns[:length]
             n_slots += width
         packed = torch.cat(rows)
-        buckets.append(
-            Bucket(len(members), width, (packed if distinct is None else distinct.inverse[packed]).to(device))
-        )
+        packed = packed if distinct is None else distinct.inverse[packed]
+        buckets.append(Bucket(len(members), width, packed.to(device)))
     if distinct is not None:
         restore = restore[distinct.source]
     return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device), group)
@@ -116,8 +115,7 @@ def plan_packing(
 
 def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
     """Return buckets of indices, longest first, with at most a share MAX_PADDING of padding in each."""
-    buckets: list[list[int]] = []
-    filled = 0
+    buckets, filled = list[list[int]](), 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         slots = lengths[buckets[-1][0]] * (len(buckets[-1]) + 1) if buckets else math.inf
         if filled + lengths[index] < (1 - MAX_PADDING) * slots:
@@ -248,17 +246,19 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring
 
 
 def choose_kernel(
-    wanted: Literal["auto", "sdpa", "flash", "varlen"], device: torch.device, dtype: torch.dtype
+    wanted: Kernel | Literal["auto"], device: torch.device, dtype: torch.dtype, has_windows: bool = False
 ) -> Kernel:
     """Return the kernel to run.
 
-    ``auto`` on CUDA in half precision is flash if installed, else varlen; otherwise it is sdpa. Raises ConfigError if
-    the requested kernel cannot run.
+    ``auto`` on CUDA in half precision is flash if installed, else varlen if it supports the windows of a model that
+    ``has_windows``; otherwise it is sdpa. Raises ConfigError if the requested kernel cannot run.
     """
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if wanted == "auto":
-        return "sdpa" if not half_on_cuda else "flash" if has_flash else "varlen"
+        has_varlen = not has_windows or "window_size" in VARLEN_ARGUMENTS
+        fast: Kernel = "flash" if has_flash else "varlen" if has_varlen else "sdpa"
+        return fast if half_on_cuda else "sdpa"
     if wanted != "sdpa" and not half_on_cuda:
         raise ConfigError(
             f"model.attention: {wanted!r} requires CUDA and bfloat16 or float16, got {device.type} and "

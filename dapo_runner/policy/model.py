@@ -228,7 +228,6 @@ def load_policy(
         checkpointing = config.gradient_checkpointing if role == "critic" else False
         config = config.model_copy(update={"lora": None, "gradient_checkpointing": checkpointing})
     compute, root = DTYPES[config.dtype], None
-    kernel = choose_kernel(config.attention, device, compute)
     if world.is_single_process:
         model = _build(path, config, device, seed, compute, role)
         _prepare(model, config)
@@ -237,8 +236,9 @@ def load_policy(
         cpu, dtype = torch.device("cpu"), _shard_dtype(config, role)
         fill(model, world.run_on_rank0(lambda: _build(path, config, cpu, seed, dtype, role)), device)
     routing = Routing(model) if routing_replay else None
-    tokenizer = load_tokenizer(path, config)
-    policy = Policy(model, tokenizer, kernel, compute, world, root, routing, config.float32_logits)
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    kernel = choose_kernel(config.attention, device, compute, has_windows=window is not None)
+    policy = Policy(model, load_tokenizer(path, config), kernel, compute, world, root, routing, config.float32_logits)
     policy.run(lambda: check_policy(policy))
     return policy
 

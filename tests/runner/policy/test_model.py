@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from dataclasses import replace
 from functools import partialmethod
@@ -38,7 +39,7 @@ from transformers import (
 )
 
 from dapo_runner.config import LoraConfig, ModelConfig
-from dapo_runner.policy import attention
+from dapo_runner.policy import attention, model
 from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
@@ -265,59 +266,25 @@ def attend_apart(
     return torch.cat(parts)
 
 
-# `torch.nn.attention.varlen.varlen_attn` of each release, with the arguments that it has there.
-def varlen_2_10(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    return_aux: Any = None,
-) -> Tensor:
+# `torch.nn.attention.varlen.varlen_attn` of each release, with those of its arguments that a packing sets. ``rest``:
+# the boundaries of the keys, the longest query and key.
+def varlen_2_10(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *rest: Any, is_causal: bool) -> Tensor:
     assert is_causal
     assert query.shape == key.shape
-    return attend_apart(query, key, value, cu_seq_q, None, (-1, 0))
+    return attend_apart(query, key, value, bounds, None, (-1, 0))
 
 
 def varlen_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *rest: Any, scale: float, window_size: tuple[int, int]
 ) -> Tensor:
     assert query.shape == key.shape
-    return attend_apart(query, key, value, cu_seq_q, scale, window_size)
+    return attend_apart(query, key, value, bounds, scale, window_size)
 
 
-def varlen_2_12(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
+def varlen_2_12(query: Tensor, *rest: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
+    key, value, bounds, *_ = rest
     assert enable_gqa == (query.shape != key.shape)
-    return attend_apart(query, key, value, cu_seq_q, scale, window_size)
+    return attend_apart(query, key, value, bounds, scale, window_size)
 
 
 def use_varlen(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +314,22 @@ def test_varlen_of_each_torch_agrees_with_the_cpu(
         found[-1]["hidden states"] = hidden.detach()
         policy.model.zero_grad()
     assert_same_gradients(found[0], found[1], 1e-3)
+
+
+def test_auto_is_sdpa_where_varlen_lacks_the_windows_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "flash_attn" else find(name, *a))
+
+    def on_cuda(wanted: Any, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
+        return choose_kernel(wanted, torch.device("cuda"), torch.bfloat16, **options)
+
+    monkeypatch.setattr(model, "choose_kernel", on_cuda)
+    windows, full = (saved(MistralConfig(**SIZES, sliding_window=n), tmp_path / str(n)) for n in (4, None))
+    for function, expected in ((varlen_2_10, "sdpa"), (varlen_2_12, "varlen")):
+        use_varlen(function, monkeypatch)
+        assert (load(windows).kernel, load(full).kernel) == (expected, "varlen")
 
 
 @pytest.mark.gpu
