@@ -62,21 +62,15 @@ def judge_math(text: str, answer: str | None = None, other: str | None = None, v
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:
     """Validate the last fenced block of JSON in a text, or the whole text, with the schema ``answer``."""
-    from referencing.exceptions import Unresolvable
-
     validator = json_validator(answer)
     blocks = [content for language, content in FENCED.findall(text) if language.lower() in ("", "json")]
     try:
         value = json.loads((blocks or [text])[-1], parse_constant=finite, parse_float=finite)
-        shown = json.dumps(value, sort_keys=True, ensure_ascii=False)[:SHOWN]
+        # Lone surrogates cannot be printed.
+        shown = json.dumps(value, sort_keys=True, ensure_ascii=False)[:SHOWN].encode("utf-8", "backslashreplace")
     except (ValueError, RecursionError):
         return verdict("none")
-    try:
-        correct = bool(validator.is_valid(value))
-    except Unresolvable as error:
-        raise RefusedError(f"{answer[:80]!r}: {error}") from error
-    # Lone surrogates cannot be printed.
-    return verdict("json-schema", shown.encode("utf-8", "backslashreplace").decode(), correct)
+    return verdict("json-schema", shown.decode(), bool(validator.is_valid(value)))
 
 
 def finite(text: str) -> float:
@@ -88,7 +82,7 @@ def finite(text: str) -> float:
 
 @lru_cache(maxsize=1024)
 def json_validator(schema: str) -> Any:
-    """Return the validator of a schema. It fetches nothing. Raises RefusedError."""
+    """Return the validator of a schema. It fetches nothing. Raises RefusedError, also for a reference to nothing."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
     from referencing.jsonschema import specification_with
@@ -97,11 +91,17 @@ def json_validator(schema: str) -> Any:
         content = json.loads(schema)
         kind = validator_for(content)
         kind.check_schema(content, format_checker=kind.FORMAT_CHECKER)
-        root = specification_with(kind.META_SCHEMA["$schema"]).create_resource(content)
-        schemas = [(root, REGISTRY.resolver_with_root(root))]
-        for part, resolver in schemas:  # each adds those in it
-            if isinstance(part.contents, dict) and "$ref" in part.contents:
-                resolver.lookup(part.contents["$ref"])
+        draft = specification_with(kind.META_SCHEMA["$schema"])
+        root = draft.create_resource(content)
+        schemas, seen = [(root, REGISTRY.resolver_with_root(root))], set()
+        for part, resolver in schemas:  # each adds those in it and those that it refers to
+            keys = part.contents.keys() & kind.VALIDATORS.keys() if isinstance(part.contents, dict) else set()
+            for key in keys & {"$ref", "$dynamicRef"}:
+                target = resolver.lookup(part.contents[key])
+                if id(target.contents) not in seen:
+                    seen.add(id(target.contents))
+                    validator_for(target.contents, kind).check_schema(target.contents)
+                    schemas.append((draft.detect(target.contents).create_resource(target.contents), target.resolver))
             schemas += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
     except Exception as error:
         raise RefusedError(f"{schema[:80]!r}: {str(error).splitlines()[0]}") from error

@@ -104,6 +104,10 @@ REFERENCES = [
         "items": {"$ref": "#/definitions/a"},
     },
     {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {}}, "$ref": "#/definitions/a"},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "$dynamicRef": "#none"},  # no keyword there
+    {"$ref": "http://json-schema.org/draft-04/schema#"},
+    {"$dynamicAnchor": "a", "properties": {"a": {"$dynamicRef": "#a"}}, "items": {"$dynamicRef": "#/properties/a"}},
+    {"$ref": "#/b", "b": {"items": {"$ref": "#/c"}}, "c": {"items": {"$ref": "#/b"}}, "d": {"$ref": "#/none"}},
     True,
 ]
 INVALID = [
@@ -111,6 +115,9 @@ INVALID = [
     {"pattern": "("},
     {"properties": {"a": {"$ref": "#/$defs/none"}}},
     {"$ref": "http://["},
+    {"properties": {"a": {"$dynamicRef": "#none"}}},
+    {"properties": {"a": {"$ref": "#/b"}}, "b": {"items": {"$ref": "#/c"}}, "c": {"items": {"$ref": "#/none"}}},
+    {"properties": {"a": {"$ref": "#/title"}}, "title": "no schema"},
 ]
 
 
