@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_runner.commands.output import complain
+from dapo_runner.commands.output import complain, share_warnings
 from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.interrupt import StepGivenUpError, end_with_parent
 from dapo_runner.preflight.amx import disable_broken_amx
@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_broken_amx()
     if "RANK" in os.environ:  # else ranks of a killed launcher would live on and block the next attempt
         end_with_parent()
+        share_warnings()
     try:
         return _run(options, overrides)
     except (ConfigError, RunError) as error:

@@ -16,10 +16,11 @@ If two answers tie and one of them is correct, the problem counts ½: the expect
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
+from statistics import fmean
 from typing import NamedTuple
 
 from dapo_runner.config import Config
@@ -83,7 +84,7 @@ class Evaluation:
         """
         groups = [group for group, _ in judged]
         samples = [sample for group in groups for sample in group.samples]
-        average = _mean(group.n_correct / len(group.samples) for group in groups)
+        average = fmean(group.n_correct / len(group.samples) for group in groups)
         turns = [len(sample.completion.policy_turns) for sample in samples]
         read = [sample.verdict.extracted is not None for sample in samples]
         # A reward that judges correctness without extracting an answer leaves nothing to vote on.
@@ -93,14 +94,14 @@ class Evaluation:
         powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
         return {
             f"avg@{self.k}": average,
-            **({f"cons@{self.k}": _mean(found.correct for _, found in judged)} if votes else {}),
-            **{f"pass@{j}": _mean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
-            "reward": _mean(sample.base_reward for sample in samples),
-            **{f"reward_{name}": _mean(s.parts[name] for s in samples if name in s.parts) for name in parts},
+            **({f"cons@{self.k}": fmean(found.correct for _, found in judged)} if votes else {}),
+            **{f"pass@{j}": fmean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
+            "reward": fmean(sample.base_reward for sample in samples),
+            **{f"reward_{name}": fmean(s.parts[name] for s in samples if name in s.parts) for name in parts},
             "length": sum(sample.completion.n_sampled for sample in samples) / len(samples),
             "truncated": sum(sample.completion.truncated for sample in samples) / len(samples),
-            **({"turns": _mean(turns)} if any(turns) else {}),
-            **({"no_answer": _mean(not s.correct and s.verdict.extracted is None for s in samples)} if votes else {}),
+            **({"turns": fmean(turns)} if any(turns) else {}),
+            **({"no_answer": fmean(not s.correct and s.verdict.extracted is None for s in samples)} if votes else {}),
             "problems": float(len(groups)),
             **({} if self.same is None else {"unsettled_votes": float(sum(found.unsettled for _, found in judged))}),
         }
@@ -124,11 +125,6 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
     if not groups:
         raise EvaluationError(f"evaluation: expected one of {len(prompts)} problems without a failed episode, got none")
     return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))
-
-
-def _mean(values: Iterable[float]) -> float:
-    items = list(values)
-    return sum(items) / len(items)
 
 
 def pass_estimate(n: int, correct: int, j: int) -> float:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 
 
 def complain(text: str) -> None:
-    """Print one line to standard error. If several ranks print the same line, only the first one does."""
+    """Print one line to standard error. If several ranks have the same line, rank 0 prints it, or one with its name."""
     if "RANK" in os.environ:
         from dapo_runner.parallel.watch import Watch
 
         if not Watch().is_first_to_print(text):
             return
-    print(f"dapo: {text}", file=sys.stderr, flush=True)
+    rank = "" if os.environ.get("RANK", "0") == "0" else f"rank {os.environ['RANK']}: "
+    print(f"dapo: {rank}{text}", file=sys.stderr, flush=True)
+
+
+def share_warnings() -> None:
+    """Print the Python warnings of all ranks with ``complain``."""
+    import dapo_runner.parallel.watch  # noqa: F401  before any warning: torch's import may raise the first one
+
+    warnings.showwarning = lambda text, kind, file, line, *_: complain(f"{file}:{line}: {kind.__name__}: {text}")
 
 
 def quiet_libraries() -> None:

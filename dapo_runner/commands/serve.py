@@ -35,11 +35,9 @@ GUARD = "dapo_runner.rollout.guard.Guard"
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(find_recipe(options.config), overrides)
-    n_servers = len(config.rollout.server.urls)
-    if not 0 <= options.server < n_servers:
-        raise ConfigError(
-            f"--server: expected an index of rollout.server.urls, 0 to {n_servers - 1}, got {options.server}"
-        )
+    last = len(config.rollout.server.urls) - 1
+    if not 0 <= options.server <= last:
+        raise ConfigError(f"--server: expected an index of rollout.server.urls, 0 to {last}, got {options.server}")
     VLLMEngine.check(config)
     if config.rollout.server.transfer == "nccl":
         NCCLTransfer.check(config)

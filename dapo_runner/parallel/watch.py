@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from dapo_runner.errors import RunError
 
 DYING = 1.0  # seconds that a process may take to end
-PRINTED_WITHIN = 1.0  # seconds for the first rank to print a shared message
+PRINTED_WITHIN = 1.0  # seconds for rank 0 to print a shared message
 MEETING = 10.0  # seconds between ranks that stop with the same error
 MARKS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")  # in errors of failed collectives
 
@@ -98,13 +98,12 @@ class Watch:
         if self._store is None:
             return True
         kind, rank = re.sub(r"\d+", "", text), str(self.rank)
+        if self.rank:
+            time.sleep(PRINTED_WITHIN)  # rank 0 is first where all have it; when one rank exits, the launcher ends all
         try:
-            is_first = bool(self._store.compare_set(f"printed/{kind}", "", rank) == rank.encode())
+            return bool(self._store.compare_set(f"printed/{kind}", "", rank) == rank.encode())
         except RuntimeError:
             return True
-        if not is_first:
-            time.sleep(PRINTED_WITHIN)  # when one rank exits, the launcher ends all: let the first rank print
-        return is_first
 
 
 def launched() -> bool:

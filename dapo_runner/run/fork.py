@@ -23,14 +23,9 @@ FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
 FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
 # The groups left over in the checkpoint were sampled and rewarded with these.
 OF_GROUPS = (
-    "reward.",
-    "rollout.group_size",
-    "rollout.max_response_tokens",
-    "rollout.stop",
+    *("rollout.group_size", "rollout.max_response_tokens", "rollout.stop"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
-    "advantage.segments.",
-    "loss.routing_replay",
-    "env.",
+    *("reward.", "advantage.segments.", "loss.routing_replay", "env."),
 )
 OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # always differ, or are not a setting
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from dapo_runner.algorithms.advantage import make_sequences
@@ -73,8 +73,9 @@ class Run(TrainingRun):
         sources = {"reward": self.score} | ({"env": self.worker.episodes} if self.worker.episodes else {})
         figures: dict[str, float] = {}
         for area, source in sources.items():
-            for warning in chain(*self.world.all_gather_object(source.take_warnings())):
-                self.progress.note(warning)
+            warnings = dict.fromkeys(source.take_warnings(), "" if self.world.is_main else self.world.name)
+            for warning, rank in ChainMap(*self.world.all_gather_object(warnings)).items():  # of the first rank
+                self.progress.note(f"{rank}{warning}")
             counts = self.world.all_gather_object(source.take_counts())
             names = dict.fromkeys(name for part in counts for name in part)
             figures |= prefixed(area, {name: sum(part.get(name, 0.0) for part in counts) for name in names})

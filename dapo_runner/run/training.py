@@ -16,8 +16,6 @@ from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
 from dapo_runner.run.context import RunContext
 
-NONFINITE = "nonfinite"
-
 
 @dataclass(kw_only=True)
 class TrainingRun:
@@ -83,7 +81,7 @@ class TrainingRun:
             return self.learner.update(mini, step - 1)
         except NonFiniteUpdateError as error:
             rank = "" if self.world.is_single_process else f"_rank_{self.world.rank}"
-            path = self.folder / NONFINITE / f"step_{step:06d}{rank}.safetensors"
+            path = self.folder / "nonfinite" / f"step_{step:06d}{rank}.safetensors"
             save_batch(path, mini.micro_batches, str(error))
             raise NonFiniteUpdateError(f"{error}. The batch of each rank is in {path.parent}") from error
 

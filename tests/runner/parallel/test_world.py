@@ -8,7 +8,8 @@ import pickle
 import signal
 import threading
 import time
-from contextlib import nullcontext
+import warnings
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
 from refusals import refused
+from small import Notes
 from torch.distributed import distributed_c10d
 
+from dapo_runner.commands.output import share_warnings
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.parallel.balance import sequence_cost, spread
@@ -32,6 +35,7 @@ from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_he
 from dapo_runner.parallel.watch import RankLostError, Watch
 from dapo_runner.parallel.world import Layout, RankError, World, make_layout, open_world
 from dapo_runner.rollout.worker import RolloutWorker
+from dapo_runner.run.steps import Run
 
 HEADS = [(12, 3), (8, 2), (8, 4), (8, 8), (12, 6), (12, 12)]  # of queries, of keys: divisors of 4, multiples, neither
 
@@ -207,6 +211,32 @@ def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) 
         assert message.startswith("rank 1 on ")
         assert part in message
     assert sorted(is_first for *_, is_first in found) == [False, True]
+
+
+def warn(rank: int, folder: Path) -> None:
+    share_warnings()
+    warnings.simplefilter("always")
+    with (folder / f"{rank}.err").open("w") as errors, redirect_stderr(errors):
+        for text in ("all", *(["one"] if rank == 1 else [])):
+            warnings.warn(f"{text} of the ranks", stacklevel=1)
+    notes, found = Notes(), ["all of the ranks", f"a prompt of rank {rank}"]
+    score = SimpleNamespace(take_warnings=lambda: 2 * found, take_counts=dict)
+    context = {"world": open_world(make_config()), "progress": notes, "worker": SimpleNamespace(episodes=None)}
+    Run.count_calls(cast("Any", SimpleNamespace(score=score, **context)))
+    (folder / str(rank)).write_text("\n".join(notes.lines))
+
+
+def test_a_warning_of_several_ranks_is_printed_once(tmp_path: Path) -> None:
+    """By rank 0, or with the name of a rank that has it alone: of Python, and of rewards after a step."""
+    on_ranks(3, warn, tmp_path)
+    of_all, of_one, of_none = ((tmp_path / f"{rank}.err").read_text() for rank in range(3))
+    assert (of_all.count("all of the ranks"), of_one.count("one of the ranks"), of_none) == (1, 1, "")
+    assert ("rank 0" in of_all, "rank 1: " in of_one, "all of" in of_one) == (False, True, False)
+    noted = (tmp_path / "0").read_text().splitlines()
+    assert {"all of the ranks", "a prompt of rank 0"} < set(noted)
+    for rank in (1, 2):
+        assert [line[:10] for line in noted if line.endswith(f"a prompt of rank {rank}")] == [f"rank {rank} on "]
+    assert len(noted) == 4
 
 
 class Echo:
