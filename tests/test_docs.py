@@ -17,7 +17,8 @@ from dapo_runner.cli import COMMANDS
 from dapo_runner.config import Config, flatten, lay_settings, parse_config, read_recipe
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
-from dapo_runner.config.reading import every_key
+from dapo_runner.config.reading import every_key, may_change
+from dapo_runner.run.folder import is_among
 from docs import loss_picture as picture
 from docs.generate import PAGES
 from docs.glossary import AREAS, is_documented
@@ -95,6 +96,14 @@ def test_settings_and_metrics_exist(name: str) -> None:
         assert {key for key in named_keys(TEXTS[name]) if not IN_SETS.match(key)} <= KEYS | OF_MODELS
     metrics = re.findall(rf"`((?:{'|'.join(AREAS)})/[\w@./-]+)`", TEXTS[name])
     assert [metric for metric in metrics if not is_documented(metric)] == []
+
+
+def test_what_may_change_in_a_run_is_listed() -> None:
+    part = DOCS["watching.md"].partition("## What may change in a run")[2].partition("Each change is a line")[0]
+    listed = {name.removesuffix(".*") for name in part.split("`")[1::2]}
+    assert listed <= KEYS
+    for root in (Config, SftConfig):
+        assert [key for key in every_key(root) if may_change(key, root) != is_among(key, listed)] == []
 
 
 def test_the_index_lists_every_page() -> None:

@@ -11,16 +11,25 @@ from pydantic import Field
 from dapo_runner.config.data import DataConfig, EvalSetConfig, ProblemsConfig, PromptsConfig
 from dapo_runner.config.reward import AuxiliaryModel, JudgePrompt
 from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
-from dapo_runner.config.section import Check, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import (
+    Check,
+    MayChange,
+    Name,
+    NonNegativeInt,
+    Plain,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig, OptimizerConfig
 
 
 class SftRunConfig(JobConfig):
-    name: str = "sft"
-    epochs: PositiveFloat = 1.0  # passes over the training examples
-    eval_every: NonNegativeInt = 50
-    save_every: NonNegativeInt = 200
+    name: MayChange[str] = "sft"
+    epochs: MayChange[PositiveFloat] = 1.0  # passes over the training examples
+    eval_every: MayChange[NonNegativeInt] = 50
+    save_every: MayChange[NonNegativeInt] = 200
 
 
 class SftColumnsConfig(Section):
@@ -42,9 +51,9 @@ class SftDataConfig(PromptsConfig):
 
 
 class SftOptimizerConfig(OptimizerConfig):
-    lr: PositiveFloat = 1e-5
+    lr: MayChange[PositiveFloat] = 1e-5
     warmup_steps: NonNegativeInt = 20  # updates
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    schedule: MayChange[Literal["constant", "linear", "cosine"]] = "cosine"
     mini_batch_size: PositiveInt = 64  # examples of an update
 
 
@@ -134,8 +143,9 @@ class ConvertConfig(AuxiliaryModel, ProblemsConfig):
     """
 
     model: str  # the model's name on the server
-    url: str  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
-    concurrency: PositiveInt = 16  # requests at a time
+    url: MayChange[str]  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
+    limit: MayChange[PositiveInt | None] = None
+    concurrency: MayChange[PositiveInt] = 16  # requests at a time
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dapo_kernels.objectives import FIELDS
-from dapo_runner.config.section import Section, problems_of, set_key
+from dapo_runner.config.section import MAY_CHANGE, Section, problems_of, set_key
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig
 from dapo_runner.errors import ConfigError
@@ -151,6 +151,15 @@ def every_key(node: type[Section], prefix: str = "") -> Iterator[str]:
             yield from every_key(nested, f"{place}.")
     if node is LossConfig:
         yield from (f"{prefix}overrides.{name}" for name in FIELDS)
+
+
+def may_change(key: str, node: type[Section]) -> bool:
+    """Return whether a setting, or a section that it is in, is marked with ``MayChange``."""
+    name, _, below = key.partition(".")
+    if (field := node.model_fields.get(name)) is None:
+        return False
+    nested = section_of(field)
+    return MAY_CHANGE in field.metadata or (nested is not None and may_change(below, nested))
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from typing import Literal
 
 from dapo_runner.config.rollout import host_and_port
-from dapo_runner.config.section import BelowOne, Check, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import (
+    BelowOne,
+    Check,
+    MayChange,
+    Name,
+    NonNegativeInt,
+    Plain,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 JUDGE_TEMPLATE = """\
 Decide whether the final answer of a response to a problem agrees with the reference answer.
@@ -50,8 +60,8 @@ class AuxiliaryModel(Section):
     requires = {"url": "key_env options"}
 
     model: str  # a folder in transformers' format or a hub name; with url, the model's name on the server
-    url: str | None = None  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
-    key_env: str | None = None  # the environment variable that holds the API key
+    url: MayChange[str | None] = None  # address of an OpenAI-compatible API, e.g. http://localhost:8000/v1
+    key_env: MayChange[str | None] = None  # the environment variable that holds the API key
     options: dict[str, Plain] = {}  # added to every request; null removes a field
 
     def checks(self) -> Iterator[Check]:
@@ -115,10 +125,10 @@ class RewardConfig(Section):
     incorrect: float = -1.0  # reward of an incorrect response
     # seconds for one response (kinds math, json, code, reasoning_gym; null: 10), or for one call of a function or a
     # judge's API (null: 300)
-    deadline: PositiveFloat | None = None
-    workers: PositiveInt = 2  # kinds math, json, code, reasoning_gym: worker processes
+    deadline: MayChange[PositiveFloat | None] = None
+    workers: MayChange[PositiveInt] = 2  # kinds math, json, code, reasoning_gym: worker processes
     memory_mb: PositiveInt = 1024  # kind code: memory of one program
-    calls: CallsConfig = CallsConfig()
+    calls: MayChange[CallsConfig] = CallsConfig()
     judge: JudgeConfig | None = None  # the model of kind judge
     overlong: OverlongConfig = OverlongConfig()
     kl: RewardKLConfig | None = None  # a KL penalty, subtracted from the reward of each token

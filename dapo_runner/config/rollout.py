@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from dapo_runner.config.section import (
     Check,
+    MayChange,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -167,12 +168,12 @@ class RolloutConfig(SamplingConfig):
     }
 
     engine: Literal["hf", "vllm", "server"] = "hf"  # transformers (hf) or vLLM in this process, or servers
-    vllm: VLLMConfig = VLLMConfig()
-    server: ServerConfig = ServerConfig()
+    vllm: MayChange[VLLMConfig] = VLLMConfig()
+    server: MayChange[ServerConfig] = ServerConfig()
     # asynchronous rollouts: how many steps sampling may be ahead of training; 0: synchronous
     max_staleness: NonNegativeInt = 0
     partial: bool = True  # asynchronous rollouts: continue responses under new weights; false: finish them first
-    probe: bool = True  # compare the log-probs of engine and trainer after each weight update: docs/vllm.md
+    probe: MayChange[bool] = True  # compare the log-probs of engine and trainer after each weight update: docs/vllm.md
     correction: CorrectionConfig = CorrectionConfig()
     max_mismatch_kl: PositiveFloat | None = None  # warn if train/rollout_k3 of a step, KL(engine‖trainer), exceeds it
     group_size: PositiveInt = 16  # responses per prompt; 1 is allowed if no setting compares responses
@@ -182,7 +183,7 @@ class RolloutConfig(SamplingConfig):
     stop: list[Annotated[str, Field(min_length=1)]] = []  # a response ends once it contains one of them
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are left out
     max_response_tokens: PositiveInt = 20480  # longer responses are truncated
-    max_batch_sequences: PositiveInt = 256  # responses that the engine decodes in parallel
+    max_batch_sequences: MayChange[PositiveInt] = 256  # responses that the engine decodes in parallel
 
     @property
     def engine_spec(self) -> EngineSpec:
@@ -213,11 +214,11 @@ class SamplerConfig(Section):
     # penalty). true: reward with reward.parts, else correctness; false: accept every group
     filter_groups: Annotated[Literal[True, False, "correctness", "reward"], BeforeValidator(read_plain)] = True
     initial_acceptance: Share = 1 / 3  # expected share of accepted groups before the first round (paper: 512 of 1536)
-    max_rounds: PositiveInt = 10  # generation rounds per step
+    max_rounds: MayChange[PositiveInt] = 10  # generation rounds per step
     # prompts submitted per prompt needed; once enough are completed, the others are dropped
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     # maximum age of a group in steps when it trains; older groups are dropped. null: rollout.max_staleness + 1
-    max_age: NonNegativeInt | None = None
+    max_age: MayChange[NonNegativeInt | None] = None
     # after max_rounds: stop with an error, or train on the groups accepted so far
-    on_exhausted: Literal["train_partial", "error"] = "error"
+    on_exhausted: MayChange[Literal["train_partial", "error"]] = "error"
     curriculum: CurriculumConfig | None = None  # null: all prompts, shuffled every epoch

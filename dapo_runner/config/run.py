@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from dapo_runner.config.section import Check, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
 
 
@@ -26,15 +26,16 @@ class EarlyStopConfig(Section):
 class JobConfig(Section):
     """The settings that `dapo train` and `dapo sft` share."""
 
-    name: str = "dapo"  # name of the run's folder
-    output_dir: Path = Path("runs")  # the run lives in output_dir/name
+    name: MayChange[str] = "dapo"  # name of the run's folder
+    output_dir: MayChange[Path] = Path("runs")  # the run lives in output_dir/name
     seed: NonNegativeInt = 0  # seed of all random numbers
-    eval_every: NonNegativeInt = 5  # steps; 0: only before the first and after the last step
-    save_every: NonNegativeInt = 5  # steps; 0: only after the last step
-    keep: PositiveInt = 2  # checkpoints kept; older ones are removed
-    device: str = "auto"  # auto: cuda if available, else cpu
-    grace: PositiveFloat = 20.0  # seconds from SIGTERM to the kill: a step that would take longer is abandoned
-    threads: PositiveInt | None = None  # CPU threads; null: PyTorch's default
+    eval_every: MayChange[NonNegativeInt] = 5  # steps; 0: only before the first and after the last step
+    save_every: MayChange[NonNegativeInt] = 5  # steps; 0: only after the last step
+    keep: MayChange[PositiveInt] = 2  # checkpoints kept; older ones are removed
+    device: MayChange[str] = "auto"  # auto: cuda if available, else cpu
+    # seconds from SIGTERM to the kill: a step that would take longer is abandoned
+    grace: MayChange[PositiveFloat] = 20.0
+    threads: MayChange[PositiveInt | None] = None  # CPU threads; null: PyTorch's default
 
 
 class RunConfig(JobConfig):
@@ -42,10 +43,11 @@ class RunConfig(JobConfig):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    steps: PositiveInt = 320  # rollout steps
-    max_tokens: PositiveInt | None = None  # end after the step that reaches this many generated tokens; null: off
-    async_save: bool = False  # write checkpoints in the background, from a copy in memory
-    early_stop: EarlyStopConfig | None = None  # end the run by its evaluations; null: off
+    steps: MayChange[PositiveInt] = 320  # rollout steps
+    # end after the step that reaches this many generated tokens; null: off
+    max_tokens: MayChange[PositiveInt | None] = None
+    async_save: MayChange[bool] = False  # write checkpoints in the background, from a copy in memory
+    early_stop: MayChange[EarlyStopConfig | None] = None  # end the run by its evaluations; null: off
     # RUN@STEP: start from the checkpoint of that step in another run's folder
     from_: str | None = Field(default=None, alias="from")
 
@@ -87,8 +89,8 @@ class TrainingConfig(Section):
     run: JobConfig = JobConfig()
     model: ModelConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    logging: LoggingConfig = LoggingConfig()
+    parallel: MayChange[ParallelConfig] = ParallelConfig()
+    logging: MayChange[LoggingConfig] = LoggingConfig()
 
     @property
     def run_dir(self) -> Path:

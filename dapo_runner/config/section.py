@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from dapo_runner.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def _read_number(value: Any) -> Any:
@@ -40,6 +42,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # it is used in metric and file names
+MAY_CHANGE = "may change when a run resumes"
+MayChange = Annotated[T, MAY_CHANGE]  # for a setting or a whole section
 Check = tuple[str, bool, str]  # a key of the section, whether its value is valid, what is expected
 
 

@@ -15,7 +15,7 @@ from dapo_runner.config.environment import EnvironmentConfig
 from dapo_runner.config.reward import RULES, RewardConfig
 from dapo_runner.config.rollout import EvaluationConfig, RolloutConfig, SamplerConfig
 from dapo_runner.config.run import RunConfig, TrainingConfig
-from dapo_runner.config.section import Check, lay_over, read_key
+from dapo_runner.config.section import Check, MayChange, lay_over, read_key
 from dapo_runner.config.training import (
     COMPARING,
     AdvantageConfig,
@@ -49,7 +49,7 @@ class Config(TrainingConfig):
         "parallel.rollout_tensor=1 sampler.oversample=1 !advantage.segments": "env",
     }
 
-    algorithm: str | None = None  # a name in docs/algorithms.md; its settings become the defaults
+    algorithm: MayChange[str | None] = None  # a name in docs/algorithms.md; its settings become the defaults
     # matched: bring the log-probs of engine and trainer closer together. docs/mismatch.md
     numerics: Literal["default", "matched"] = "default"
     run: RunConfig = RunConfig()

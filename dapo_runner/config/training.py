@@ -12,6 +12,7 @@ from pydantic import Field
 from dapo_runner.config.section import (
     BelowOne,
     Check,
+    MayChange,
     NonNegativeFloat,
     NonNegativeInt,
     Plain,
@@ -66,10 +67,11 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     float32_logits: bool = False  # the output head computes float32 logits, in trainer and rollout engine
     # auto: flash or varlen if available, else sdpa
-    attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
+    attention: MayChange[Literal["auto", "sdpa", "flash", "varlen"]] = "auto"
     # recompute activations in the backward pass to save memory. offload: also keep the inputs of the layers on the host
-    gradient_checkpointing: bool | Literal["offload"] = False
-    compile: bool = False  # compile the layers (10 s); no effect with gradient_checkpointing since transformers 5.23
+    gradient_checkpointing: MayChange[bool | Literal["offload"]] = False
+    # compile the layers (10 s); no effect with gradient_checkpointing since transformers 5.23
+    compile: MayChange[bool] = False
     lora: LoraConfig | None = None  # train low-rank adapters only
     trust_remote_code: bool = False  # run Python code from the model's repository
 
@@ -150,7 +152,7 @@ class CriticConfig(Section):
     path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
     share_trunk: bool = False  # put the value head on the policy and add coef × value loss to its loss
     coef: PositiveFloat = 0.1  # share_trunk: coefficient of the value loss
-    lr: PositiveFloat = 9e-6  # separate critic: peak learning rate; it follows optimizer.schedule
+    lr: MayChange[PositiveFloat] = 9e-6  # separate critic: peak learning rate; it follows optimizer.schedule
     warmup_steps: NonNegativeInt = 0  # separate critic: first rollout steps in which only the critic trains
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
@@ -195,17 +197,18 @@ class DistillationConfig(Section):
 class OptimizerConfig(Section):
     requires = {"schedule=linear|cosine": "min_lr_ratio", "model.dtype=float32|bfloat16": "offload"}
 
-    lr: PositiveFloat = 1e-6  # peak learning rate
+    lr: MayChange[PositiveFloat] = 1e-6  # peak learning rate
     warmup_steps: NonNegativeInt = 20  # rollout steps of linear warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # linear and cosine decay to this share of lr at the end
+    schedule: MayChange[Literal["constant", "linear", "cosine"]] = "constant"  # learning rate after the warm-up
+    # linear and cosine decay to this share of lr at the end
+    min_lr_ratio: MayChange[Annotated[float, Field(ge=0, le=1)]] = 0.0
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
     eps: PositiveFloat = 1e-8  # ε of AdamW
-    offload: bool = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
-    grad_clip: PositiveFloat | None = 1.0  # maximum gradient norm; null: no clipping
+    offload: MayChange[bool] = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
+    grad_clip: MayChange[PositiveFloat | None] = 1.0  # maximum gradient norm; null: no clipping
     mini_batch_size: PositiveInt | None = 512  # responses per update; null: one update per rollout step
-    token_budget: PositiveInt = 22528  # maximum number of packed tokens in a micro-batch
+    token_budget: MayChange[PositiveInt] = 22528  # maximum number of packed tokens in a micro-batch
 
 
 class ParallelConfig(Section):

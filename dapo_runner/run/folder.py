@@ -16,6 +16,7 @@ import yaml
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, SftConfig, apply_overrides, dump_config, flatten, parse, read_recipe
+from dapo_runner.config.reading import may_change
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.environment import this_version
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -25,25 +26,6 @@ CONFIG_FILE = "config.yaml"
 MADE_BY = "# made by "  # first line of CONFIG_FILE, followed by a version
 LOCK_FILE = "lock"
 TINY_MODEL = "model"
-# The settings that may change when a run resumes; `changes.jsonl` records what changed after which step. A name that
-# ends in a point stands for a whole section. To change any other setting, start another run (run.name) or a fork of
-# this one (run.from).
-MAY_CHANGE = (
-    "algorithm",  # a name: the settings that it sets are compared one by one
-    # Length of the run, intervals, output.
-    *("run.steps", "run.max_tokens", "run.epochs", "run.eval_every", "run.save_every", "run.keep", "run.async_save"),
-    *("run.grace", "run.early_stop", "run.early_stop.", "run.name", "run.output_dir", "logging."),
-    # Hardware, memory and deadlines. Results differ only by rounding.
-    *("run.device", "run.threads", "parallel.", "optimizer.token_budget", "optimizer.offload"),
-    *("model.attention", "model.compile", "model.gradient_checkpointing"),
-    *("rollout.max_batch_sequences", "rollout.vllm.", "rollout.server.", "rollout.probe"),
-    *("reward.workers", "reward.deadline", "reward.calls."),
-    *("reward.judge.url", "reward.judge.key_env"),
-    # What can help a run that diverges or runs out of prompts.
-    "critic.lr",
-    *("optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.grad_clip"),
-    *("sampler.max_rounds", "sampler.max_age", "sampler.on_exhausted"),
-)
 
 AnyConfig = Config | SftConfig
 C = TypeVar("C", bound=AnyConfig)
@@ -137,8 +119,8 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[C
 
 
 def is_among(key: str, names: Iterable[str]) -> bool:
-    """Return whether ``names`` contains the key, or its section followed by a point."""
-    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+    """Return whether ``names`` contains the key or a section that it is in."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
@@ -150,7 +132,7 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
         return []
     earlier = read_config(folder, type(config))
     changes = changes_between(settings_of(earlier), settings_of(config))
-    refused = [str(change) for change in changes if not is_among(change.key, MAY_CHANGE)]
+    refused = [str(change) for change in changes if not may_change(change.key, type(config))]
     log = folder / METRICS_FILE
     if refused and not (log.exists() and log.stat().st_size):
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)

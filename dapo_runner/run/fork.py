@@ -13,19 +13,26 @@ from typing import Any
 
 from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.config.reading import may_change
+from dapo_runner.config.rollout import SamplingConfig
 from dapo_runner.logging.metrics import read_log
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 
-# The checkpoint's weights, optimizer state and order of prompts depend on these.
-FIXED = ("model.", "data.", "run.seed", "rollout.max_prompt_tokens")
-FREE = ("model.attention", "model.compile", "model.gradient_checkpointing")
+# The checkpoint's weights, optimizer state and order of prompts depend on these,
+# unless they are marked with `MayChange`.
+FIXED = ("model", "data", "run.seed", "rollout.max_prompt_tokens")
 # The groups left over in the checkpoint were sampled and rewarded with these.
 OF_GROUPS = (
-    *("rollout.group_size", "rollout.max_response_tokens", "rollout.stop"),
-    *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p"),
-    *("reward.", "advantage.segments.", "loss.routing_replay", "env."),
+    "reward",
+    "rollout.group_size",
+    "rollout.max_response_tokens",
+    "rollout.stop",
+    *(f"rollout.{name}" for name in SamplingConfig.model_fields),
+    "advantage.segments",
+    "loss.routing_replay",
+    "env",
 )
 OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # always differ, or are not a setting
 
@@ -46,7 +53,7 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
     changed = changes_between(before, now)
     changes = [change for change in changed if change.key not in OWN]
     fixed = (*FIXED, *_held(before, now))
-    refused = [str(change) for change in changes if is_among(change.key, fixed) and change.key not in FREE]
+    refused = [str(change) for change in changes if is_among(change.key, fixed) and not may_change(change.key, Config)]
     if refused:
         raise ConfigError(
             f"run.from: expected the model, the data and the seed of {source}, which its checkpoint belongs to, got "

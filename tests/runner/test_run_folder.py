@@ -21,8 +21,7 @@ from refusals import refused
 from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_recipe
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
-from dapo_runner.config import Config, ConfigError, SftConfig, dump_config, load_config
-from dapo_runner.config.reading import every_key
+from dapo_runner.config import Config, ConfigError, dump_config, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.environment import this_version
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after, read_log
@@ -30,9 +29,7 @@ from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
-    MAY_CHANGE,
     check_same_run,
-    is_among,
     lock_folder,
     read_config,
     write_config,
@@ -219,15 +216,6 @@ def test_anything_else_is_refused(sections: Sections, change: str, source: Path,
         with refused("run.name", parts=[change, advice]) as caught:
             train(config_in(folder, start, **sections), Notes())
     assert "run.from" not in str(caught.value)
-
-
-def test_the_list_names_settings_and_is_the_documented_one() -> None:
-    assert {name.rstrip(".") for name in MAY_CHANGE} <= {*every_key(Config), *every_key(SftConfig)}
-    assert is_among("logging.rollouts.groups", MAY_CHANGE)
-    assert not is_among("optimizer.lr_of_another", MAY_CHANGE)
-    page = (Path(__file__).resolve().parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")
-    listed = page.partition("## What may change in a run")[2].partition("Each change is a line")[0]
-    assert {f"{name}*" if name.endswith(".") else name for name in MAY_CHANGE} == set(listed.split("`")[1::2])
 
 
 def test_a_fork_goes_on_as_its_run_did(source: Path, fork: Fork, tmp_path: Path) -> None:

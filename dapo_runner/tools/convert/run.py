@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_runner.config import ConfigError, ConvertConfig
+from dapo_runner.config.reading import may_change
 from dapo_runner.data.dataset import RECIPE_TEMPLATE
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl, to_jsonl
@@ -22,8 +23,6 @@ from dapo_runner.threads import map_in_threads
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
 
 WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
-# Settings that may change when the same command resumes.
-MAY_CHANGE = {"limit", "url", "key_env", "concurrency"}
 RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
 MOST_TOKENS = 8192  # of a reply, unless options.max_tokens is set
 
@@ -51,7 +50,8 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     for path in (out, beside(out, "rejected")):
         if path.exists() and not journal.exists():
             raise ConfigError(f"{path}: expected no file, as it is not written over. Choose another OUT.")
-    settled = _read_journal(journal, config.model_dump(mode="json", exclude=MAY_CHANGE))
+    held = {name for name in ConvertConfig.model_fields if not may_change(name, ConvertConfig)}
+    settled = _read_journal(journal, config.model_dump(mode="json", include=held))
     waiting = {key: problem for key, problem in problems.items() if key not in settled}
     for rows_by_key in _settle_all(waiting, config):
         append_jsonl(journal, [{"key": key, "row": row} for key, row in rows_by_key.items()])

@@ -22,9 +22,9 @@ from dapo_runner.logging.metrics import METRICS_FILE, read_log
 from dapo_runner.run.early_stop import last_step
 from dapo_runner.run.folder import changes_between, check_same_run, is_among, settings_of
 
-OF_START = ("model.path", "model.tiny", "model.tiny.")
-MAKE_START = (*OF_START, "run.seed", "data.", "rollout.", "reward.")  # settings that affect the warm-up
-LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging.")  # may change
+OF_START = ("model.path", "model.tiny")
+MAKE_START = (*OF_START, "run.seed", "data", "rollout", "reward")  # settings that affect the warm-up
+LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging")  # may change
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,22 @@ from builders import make_config
 from refusals import refused
 
 from dapo_runner.algorithms.objective import resolve_objective, uses_reference
-from dapo_runner.config import Config, TreeShape, apply_overrides, cautions, dump_config, load_config, parse_config
-from dapo_runner.config.reading import every_key, section_of
+from dapo_runner.config import (
+    Config,
+    SftConfig,
+    TreeShape,
+    apply_overrides,
+    cautions,
+    dump_config,
+    load_config,
+    parse_config,
+)
+from dapo_runner.config.reading import every_key, may_change, section_of
 from dapo_runner.config.section import Section, conditions_of
 from dapo_runner.errors import ConfigError
 from dapo_runner.preflight.dry_run import summarize
 from dapo_runner.preflight.memory import ModelShape, memory_estimate, model_shape
+from dapo_runner.run.folder import is_among
 from docs.settings_reference import COMMANDS, page
 
 MINIMAL = """
@@ -321,6 +331,29 @@ def test_a_reference_has_a_use() -> None:
             resolve_objective(make_config(loss=loss))
         uses = {"advantage": {"kind": "gae"}, "critic": {}, "reward": {"kl": {"coef": 0.1}}}
         assert uses_reference(make_config(**uses, loss=loss))
+
+
+FIXED = {  # settings and whole sections that keep their values while a run resumes; all others are `MayChange`
+    "": "numerics data env advantage loss preference distillation evaluation",
+    "run.": "seed from",
+    "model.": "path tiny dtype float32_logits lora trust_remote_code",
+    "optimizer.": "warmup_steps weight_decay betas eps mini_batch_size",
+    "rollout.": "engine temperature top_p top_k min_p sampling_mask stop group_size max_prompt_tokens "
+    "max_response_tokens max_staleness partial correction max_mismatch_kl",
+    "sampler.": "prompts_per_step filter_groups initial_acceptance oversample curriculum",
+    "reward.": "kind parts correct incorrect memory_mb overlong kl",
+    "reward.judge.": "model options reward votes shows template answers",
+    "critic.": "path share_trunk coef warmup_steps clip",
+}
+
+
+@pytest.mark.parametrize("root", [Config, SftConfig])
+def test_whether_a_setting_may_change_in_a_run_is_decided(root: type[Section]) -> None:
+    """A new setting is either marked with ``MayChange`` or fixed here."""
+    fixed = {f"{section}{name}" for section, names in FIXED.items() for name in names.split()}
+    keys = set(every_key(root))
+    values = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    assert {key for key in values if not may_change(key, root)} == {key for key in values if is_among(key, fixed)}
 
 
 def sections_of(root: type[Section]) -> Iterator[type[Section]]:
