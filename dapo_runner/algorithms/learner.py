@@ -22,7 +22,6 @@ from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.losses import DistillationLoss, Loss, Output, PolicyLoss, PreferenceLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, token_stats
-from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack_shares
 from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
@@ -71,7 +70,7 @@ class Learner:
         elif config.preference is not None:
             self.loss = PreferenceLoss(config.preference, temperature)
         else:
-            self.loss = PolicyLoss(resolve_objective(config), temperature, shared)
+            self.loss = PolicyLoss(config.objective, temperature, shared)
         self.token_values: dict[int, TokenValues] = {}
         self.estimates: dict[str, float] = {}  # metrics of the step
         self.trained = TrainedModel(policy, config)
@@ -166,7 +165,7 @@ class Learner:
     def _add_ref_logprobs(self, mini: MiniBatch) -> None:
         if self.config.distillation is not None:  # its loss uses the teacher's whole distributions
             return
-        if uses_reference(self.config):
+        if self.config.uses_reference:
             compute = self.ref_logprobs
         elif self.loss.objective is not None:
             return

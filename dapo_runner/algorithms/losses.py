@@ -40,9 +40,9 @@ from dapo_kernels.preference import PreferenceOutput
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.mini_batch import MiniBatch, head_arguments, loss_tensors, token_stats
-from dapo_runner.algorithms.objective import weighs_responses
 from dapo_runner.algorithms.packing import count_training_tokens
 from dapo_runner.config import ConfigError, DistillationConfig, PreferenceConfig
+from dapo_runner.config.settings import weighs_responses
 from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import Group, PackedBatch

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import model_validator
 
+from dapo_kernels import Objective
+from dapo_kernels.objectives import resolve_objective
 from dapo_runner.config.algorithms import ALGORITHMS, with_algorithm, with_numerics
 from dapo_runner.config.data import DataConfig
 from dapo_runner.config.environment import EnvironmentConfig
@@ -26,6 +29,7 @@ from dapo_runner.config.training import (
     TreeShape,
     factors,
 )
+from dapo_runner.errors import ConfigError
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # devices of an engine that always takes the first visible GPU
 
@@ -85,6 +89,27 @@ class Config(TrainingConfig):
         return size if self.preference is None else min(size, self.trained_per_step)
 
     @property
+    def objective(self) -> Objective:
+        """The objective with its overrides. Raises ConfigError."""
+        loss = self.loss
+        try:
+            objective = resolve_objective("loss", loss.objective, loss.overrides)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
+            return replace(objective, length_norm=float(self.rollout.max_response_tokens))
+        return objective
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss or the reward needs a second policy."""
+        if self.distillation is not None:
+            return True
+        if self.preference is not None:
+            return self.preference.reference == "start"
+        return self.objective.needs_reference or self.reward.kl is not None
+
+    @property
     def reference_path(self) -> str | None:
         """The path or name of the reference model; None for the model that training starts from."""
         return self.loss.reference if self.distillation is None else self.distillation.teacher
@@ -128,7 +153,7 @@ class Config(TrainingConfig):
         near = difflib.get_close_matches(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS)
         hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}{hint}"
-        for checks in (_sizes, _tree, _engine, _training):
+        for checks in (_sizes, _tree, _engine, _training, _objective):
             yield from checks(self)
 
 
@@ -229,6 +254,21 @@ def _training(config: Config) -> Iterator[Check]:
     if data.columns is not None and data.columns.answer is None and needs_answers:
         rules = set(config.reward.uses) & set(RULES)
         yield "data.columns.answer", not rules, f"a column, which reward {', '.join(sorted(rules))} reads"
+
+
+def _objective(config: Config) -> Iterator[Check]:
+    advantage, objective = config.advantage, config.objective
+    fits = not weighs_responses(objective) or (advantage.segments is None and not advantage.by_token)
+    what = f"advantage.kind={advantage.kind}" if advantage.by_token else "advantage.segments"
+    yield "loss.objective", fits, f"one with a gradient of each token, such as ppo or gspo_token, with {what}"
+    uses = objective.needs_reference or config.reward.kl is not None or config.preference is not None
+    for key in ("loss.reference", "loss.reference_ema"):
+        yield key, uses or read_key(config, key) is None, "null without loss.overrides.kl_coef or reward.kl"
+
+
+def weighs_responses(objective: Objective) -> bool:
+    """Return whether the objective gives all tokens of a response one weight. Their advantages must then be equal."""
+    return objective.ratio in ("sequence", "sequence_clipped") or objective.sequence_weight
 
 
 def check_schedule(config: Config) -> Iterator[Check]:

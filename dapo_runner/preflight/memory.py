@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
-from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.rollout.engine import engine_class
 
@@ -111,7 +110,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "gathered for a pass": _gathered(shape, size) if gpus > 1 else 0,
         "activations of a micro-batch": positions * _activations(config, shape) * size,
         "logits of a chunk": min(chunk, positions * shape.vocabulary * (FLOAT32 if wide else size)),
-        "reference weights": reference * size / shards if uses_reference(config) and not is_own_reference else 0,
+        "reference weights": reference * size / shards if config.uses_reference and not is_own_reference else 0,
         CRITIC: states.get(CRITIC, 0) + (_critic_parameters(config, shape) * size if has_masters else 0),
     }
     if config.rollout.engine_spec.is_remote:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.data.reading import missing_data
@@ -89,7 +88,7 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
     has_critic = critic is not None and not critic.share_trunk
     is_resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
     # Adapters, a reference and a critic start from the original model.
-    is_needed = config.model.lora is not None or (reference is None and uses_reference(config))
+    is_needed = config.model.lora is not None or (reference is None and config.uses_reference)
     is_needed |= has_critic and critic is not None and critic.path is None
     names = {
         "critic.path": critic.path if has_critic and critic is not None else None,

@@ -33,7 +33,6 @@ from dapo_kernels.engine.chunks import device_chunk_rows, row_stride
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import PolicyLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.algorithms.packing import count_group_tokens, pack_shares
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
@@ -174,7 +173,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     budget = config.optimizer.token_budget
     ones = torch.ones(budget + 1)
     sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
-    objective = resolve_objective(config)
+    objective = config.objective
     (batches,) = pack_shares([sequence], budget, multiple=world.layout.sequence)
     denominator, group_tokens = PolicyLoss(objective).denominator([sequence]), count_group_tokens([sequence])
     mini = MiniBatch(batches, budget, denominator, group_tokens=group_tokens)

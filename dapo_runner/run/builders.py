@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config, cautions
 from dapo_runner.data.curriculum import make_curriculum
@@ -54,7 +53,7 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     policy = load_policy(source, config.model, device, seed, world, replay, "shared" if shared else "policy")
     is_own_reference = config.model.lora is not None and config.reference_path is None
     reference, critic = None, policy if shared else None
-    if uses_reference(config) and not is_own_reference:
+    if config.uses_reference and not is_own_reference:
         reference = load_policy(config.reference_path or start, config.model, device, world=world, role="reference")
     if config.critic is not None and not shared:
         critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")

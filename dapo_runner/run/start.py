@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StopRequest
@@ -58,7 +57,6 @@ class StartPoint:
 
 def open_run(config: Config, progress: Progress) -> Run:
     """Build the components of a run and load its last checkpoint, if any. Locks the folder until the run closes."""
-    resolve_objective(config)
     context = open_context(config, progress)
     with context.closed_on_error():
         for part, choice in describe_algorithm(config).items():

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.objective import uses_reference
 from dapo_runner.algorithms.weights import MasterWeights
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
@@ -43,7 +42,7 @@ def open_learner(path: str | Path, config: Config, world: World = SINGLE_PROCESS
     replay, role = bool(config.loss.routing_replay), "shared" if shared else "policy"
     policy = load_policy(path, config.model, CPU, 5, world, replay, role)
     reference = critic = None
-    if uses_reference(config) and config.model.lora is None:
+    if config.uses_reference and config.model.lora is None:
         teacher = path if config.distillation is None else config.distillation.teacher
         reference = load_policy(teacher, config.model, CPU, world=world, role="reference")
         scale_weights(reference, 1.1)

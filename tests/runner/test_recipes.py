@@ -13,7 +13,6 @@ from builders import snippets_of
 from small import SEGMENTS, Dapo
 
 from dapo_kernels import OBJECTIVES
-from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.config import load_config, parse_config
 from dapo_runner.config.section import flatten
 from dapo_runner.preflight.dry_run import departures, summarize
@@ -52,7 +51,7 @@ def test_the_papers_recipe_is_the_papers_table() -> None:
     config = load_config(PAPER)
     values = flatten(config.model_dump(mode="json"))
     assert flatten(yaml.safe_load(PAPERS_TABLE)).items() <= values.items()
-    assert resolve_objective(config) == OBJECTIVES["dapo"]
+    assert config.objective == OBJECTIVES["dapo"]
     assert re.findall(r"\d+", summarize(config)["per step"]) == ["512", "16", "8192", "16", "512"]
     assert round(config.sampler.prompts_per_step / config.sampler.initial_acceptance) == 1536
 

@@ -13,7 +13,6 @@ from small import Dapo, Notes, small_recipe, write_recipe
 from test_config import split
 
 from dapo_kernels import OBJECTIVES
-from dapo_runner.algorithms.objective import resolve_objective
 from dapo_runner.config import (
     AdvantageConfig,
     Config,
@@ -157,4 +156,4 @@ def test_the_recipes_are_dapo() -> None:
         config = load_config(path)
         assert config.algorithm == "dapo", path
         assert not departures(config) or config.env is not None, path  # a call of a tool has no length to shape
-        assert resolve_objective(config) == OBJECTIVES["dapo"], path
+        assert config.objective == OBJECTIVES["dapo"], path

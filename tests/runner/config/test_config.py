@@ -14,7 +14,6 @@ import yaml
 from builders import make_config
 from refusals import refused
 
-from dapo_runner.algorithms.objective import resolve_objective, uses_reference
 from dapo_runner.config import (
     Config,
     SftConfig,
@@ -83,7 +82,7 @@ def test_overrides_are_yaml_and_leave_their_input_alone() -> None:
         ("loss.overrides.aggregate=token-mean", "token-mean"),
         ("model.compile=off", False),
         ("model.compile=True", True),
-        ("loss.overrides.kl_through_ratio=yes", True),
+        ("loss.overrides.kl_through_ratio=yes loss.overrides.kl_coef=1", True),
         ("loss.overrides.dual_clip=~", None),
         ("optimizer.lr=3e-4", 3e-4),
         ("optimizer.betas=[9e-1, 95e-2]", (0.9, 0.95)),
@@ -109,7 +108,7 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
     more = "run: {name: 12:30, steps: 1e3}\nloss: {objective: clip_cov, overrides: {clip_cov: [3e-4, 1, 5]}}\n"
     config = load(tmp_path, more=more)
     assert (config.run.name, config.run.steps) == ("12:30", 1000)
-    assert resolve_objective(config).clip_cov == (3e-4, 1, 5)
+    assert config.objective.clip_cov == (3e-4, 1, 5)
 
 
 @pytest.mark.parametrize(
@@ -319,18 +318,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
 @pytest.mark.parametrize("advantage", [{"kind": "returns"}, {"segments": {"kind": "chain"}}])
 def test_advantages_that_differ_within_a_response_require_an_objective_of_tokens(advantage: dict[str, Any]) -> None:
     for name in ("ppo", "gspo_token"):
-        assert resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+        assert make_config(advantage=advantage, loss={"objective": name}).objective
     for name in ("gspo", "gmpo", "vespo"):
         with refused("loss.objective", parts=[f"advantage.{next(iter(advantage))}"]):
-            resolve_objective(make_config(advantage=advantage, loss={"objective": name}))
+            make_config(advantage=advantage, loss={"objective": name})
 
 
 def test_a_reference_has_a_use() -> None:
     for loss in ({"reference": "some/model"}, {"reference_ema": 0.9}):
         with refused(f"loss.{next(iter(loss))}"):
-            resolve_objective(make_config(loss=loss))
+            make_config(loss=loss)
         uses = {"advantage": {"kind": "gae"}, "critic": {}, "reward": {"kl": {"coef": 0.1}}}
-        assert uses_reference(make_config(**uses, loss=loss))
+        assert make_config(**uses, loss=loss).uses_reference
 
 
 FIXED = {  # settings and whole sections that keep their values while a run resumes; all others are `MayChange`
