@@ -15,6 +15,7 @@ from dapo_runner.data.dataset import Dataset
 from dapo_runner.evaluate import Evaluation, evaluate
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
+from dapo_runner.logging.run_log import RunLog
 from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
@@ -202,16 +203,15 @@ class Run(TrainingRun):
         try:
             with self.clock.phase("log"):
                 self.speed = speed_metrics(self.learner.policy, trained.sequences, self.clock.so_far())
-                n_tokens = self.world.broadcast_from_rank0(lambda: self._log_step(trained, in_sync))
+                n_tokens = self.write(lambda log: self._log_step(log, trained, in_sync))
         except BaseException:
             self.progress.note(f"step {trained.step}: its line in {METRICS_FILE} may be missing")
             raise
         self.early_stop.count(trained.step, n_tokens)
 
-    def _log_step(self, trained: TrainedStep, in_sync: dict[str, float]) -> int:
+    def _log_step(self, log: RunLog, trained: TrainedStep, in_sync: dict[str, float]) -> int:
         """Return the number of tokens that the engine generated."""
         step, sampled = trained.step, trained.sampled
-        assert self.log is not None
         figures = (
             sampling_metrics(sampled.stats, self.config.filter_on, self.config.sampler.oversample > 1)
             | {"sampling/tokens": sampled.generated}
@@ -222,7 +222,7 @@ class Run(TrainingRun):
         )
         if isinstance(self.sampler, AsynchronousSampler):
             figures |= prefixed("async", self.sampler.metrics(sampled.groups))
-        self.log.step(step, figures, sampled.groups, trained.sequences, self.learner.token_values)
+        log.step(step, figures, sampled.groups, trained.sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         for note in self.sampler.buffer.notes(sampled):
             self.progress.note(note)
@@ -236,12 +236,11 @@ class Run(TrainingRun):
             worker = replace(self.worker, score=score, tree=None, episodes=episodes, clock=StepClock())
             self.stop.expect_step(math.inf)  # a step that is trained is saved before a kill; a resume evaluates it
             result = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
-            metrics = self.world.broadcast_from_rank0(lambda: self._log_evaluation(step, result))
+            metrics = self.write(lambda log: self._log_evaluation(log, step, result))
         self.early_stop.observe(step, prefixed("eval", metrics))
         self.progress.evaluation(step, metrics)
 
-    def _log_evaluation(self, step: int, result: Evaluation | None) -> dict[str, float]:
-        assert self.log is not None
+    def _log_evaluation(self, log: RunLog, step: int, result: Evaluation | None) -> dict[str, float]:
         assert result is not None  # on rank 0
-        self.log.evaluation(step, prefixed("eval", result.metrics), result.groups)
+        log.evaluation(step, prefixed("eval", result.metrics), result.groups)
         return result.metrics

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -15,6 +16,8 @@ from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
 from dapo_runner.run.context import RunContext
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -104,16 +107,15 @@ class TrainingRun:
         """
         seconds, calls = self.clock.lap(), self.count_calls()
         self.seconds_of_last_step = sum(seconds.values())
-
-        def write() -> None:
-            assert self.log is not None
-            self.log.seconds(step, seconds, self.speed, calls)
-
-        self.world.broadcast_from_rank0(write)
+        self.write(lambda log: log.seconds(step, seconds, self.speed, calls))
         self.speed = {}
         if self.stopping and not self.is_last(step):
             self.progress.note(f"stopped after step {step}, which is saved")
             raise KeyboardInterrupt
+
+    def write(self, work: Callable[[RunLog], T]) -> T:
+        """Run ``work`` with the log on rank 0 and return its result, or raise its error, on every rank."""
+        return self.world.broadcast_from_rank0(lambda: work(cast(RunLog, self.log)))
 
     def count_calls(self) -> dict[str, float]:
         """Return how often the step called rewards and environments, by metric name. Collective."""

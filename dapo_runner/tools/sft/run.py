@@ -66,7 +66,7 @@ class SftRun(TrainingRun):
         figures = self.update(mini, step)
         self.complete_step(step)
         shown = prefixed("train", {name: figures[name] for name in FIGURES if name in figures})
-        self._log(step, "step", shown)
+        self.write(lambda log: log.figures(step, "step", shown))
         self.speed = speed_metrics(self.learner.policy, sequences, self.clock.so_far())
         self.progress.step(step, shown | {"loss": figures["loss"]}, self.clock.so_far(), self.speed)
 
@@ -79,18 +79,11 @@ class SftRun(TrainingRun):
             batches = self.learner.pack(sequences)[self.world.data_rank]
             local = math.fsum(float(self.learner.logprobs(batch).double().sum()) for batch in batches)
             loss = -math.fsum(self.world.gather_shares(local)) / count_training_tokens(sequences)
-        self._log(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)})
+        self.write(lambda log: log.figures(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)}))
         self.progress.note(f"after step {step}: held-out loss {loss:.4f}")
 
     def _sequences(self, prompts: list[Prompt]) -> list[Sequence]:
         return [self.examples.sequences[prompt.id] for prompt in prompts]
-
-    def _log(self, step: int, kind: str, figures: dict[str, float]) -> None:
-        def write() -> None:
-            assert self.log is not None
-            self.log.figures(step, kind, figures)
-
-        self.world.broadcast_from_rank0(write)
 
 
 def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
