@@ -17,7 +17,8 @@ from dapo_runner.preflight.packages import RUNNER
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 ROOT = Path(__file__).parent.parent
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 WITHOUT_EXTRAS = """
 import importlib.metadata, sys
 
@@ -48,6 +49,13 @@ def dapo_without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
     absent = [name for name, _ in RUNNER]
     modules = ["yaml" if name == "pyyaml" else name for name in absent] + ["numpy", "tokenizers", "huggingface_hub"]
     return fresh(WITHOUT_EXTRAS.format(absent=absent, modules=modules, arguments=list(arguments)))
+
+
+def test_linters_check_for_the_oldest_python() -> None:
+    """mypy then reports what the standard library has only in a newer one."""
+    oldest = PYPROJECT["project"]["requires-python"].removeprefix(">=")
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == oldest
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
 
 
 def test_imports_bring_no_more_than_is_used() -> None:
