@@ -28,20 +28,3 @@ from dapo_runner.checkpoint.files import (
 )
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
 from dapo_runner.checkpoint.snapshot import Resumable, take_snapshot
-
-__all__ = [
-    "BackgroundSaves",
-    "Checkpoint",
-    "CheckpointError",
-    "Resumable",
-    "checkpoint_to_resume",
-    "copy_checkpoint",
-    "damage_of",
-    "find_checkpoints",
-    "is_whole",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "take_snapshot",
-    "writing",
-]
