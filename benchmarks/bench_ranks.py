@@ -68,7 +68,8 @@ def recipe(model: str, folder: str, prompts: int, steps: int, **rollout: Any) ->
 
 def train(raw: dict[str, Any], environment: dict[str, str], launcher: Sequence[str] = ()) -> list[Step]:
     """Run a recipe in a process of its own; return its steps after the warm-up."""
-    from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log  # needs the runner's packages
+    from dapo_runner.files import read_jsonl
+    from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE  # needs the runner's packages
 
     folder = Path(raw["run"]["output_dir"])
     path = folder / "recipe.json"  # JSON is YAML
@@ -76,7 +77,7 @@ def train(raw: dict[str, Any], environment: dict[str, str], launcher: Sequence[s
     command = [sys.executable, *launcher, "-m", "dapo_runner", "train", str(path)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     steps = []
-    logs = (read_log(folder / raw["run"]["name"] / name) for name in (TIMINGS_FILE, METRICS_FILE))
+    logs = (read_jsonl(folder / raw["run"]["name"] / name) for name in (TIMINGS_FILE, METRICS_FILE))
     for timings, metrics in zip(*([event for event in log if event["kind"] == "step"] for log in logs), strict=True):
         phases = {name: s for name, s in seconds_by_phase(timings).items() if name not in ("save", "evaluate")}
         steps.append(Step(phases, timings | metrics))

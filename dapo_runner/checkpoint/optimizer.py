@@ -65,11 +65,9 @@ def save_optimizer(tensors: dict[str, Tensor], checkpoint: Path, world: World) -
 def load_optimizer(learner: Learner, checkpoint: Path) -> None:
     """Restore masters and optimizer state. What the checkpoint lacks, such as a fork's new critic, does not change.
 
-    Collective. Raises CheckpointError for a checkpoint of another version or of other weights.
+    Collective. Raises CheckpointError for a checkpoint of other weights.
     """
     folder, world, parts = checkpoint / FOLDER, learner.world, learner.parts()
-    if not folder.is_dir():
-        raise CheckpointError(f"{checkpoint}: expected a folder {FOLDER}/, got a checkpoint of an older version")
     reader = HuggingFaceStorageReader(str(folder))
     stored: dict[str, Any] = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
     masters = {f"{part.prefix}{name}": x for part in parts for name, x in part.tensors.items()}

@@ -49,7 +49,7 @@ def restore_snapshot(folder: Path, sampler: Resumable, scalers: list[GradScaler]
     """
     saved = world.run_or_raise_everywhere(lambda: torch.load(folder / STATE_FILE, weights_only=True))
     sampler.load_state_dict(saved["sampler"])
-    for scaler, scale in zip(scalers, saved.get("scales", []), strict=False):
+    for scaler, scale in zip(scalers, saved["scales"], strict=False):
         if scale:  # else it was saved with another model.dtype
             scaler.load_state_dict(scale)
     generators = saved["rng"]

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo_runner.errors import ConfigError
-from dapo_runner.files import to_jsonl
-from dapo_runner.logging.metrics import TIMINGS_FILE, read_log
+from dapo_runner.files import read_jsonl, to_jsonl
+from dapo_runner.logging.metrics import TIMINGS_FILE
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
 from dapo_runner.logging.show import find_steps, load_step, page, render_group
@@ -39,7 +39,7 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _print_time_split(path: Path) -> None:
-    split = time_split(read_log(path)) if path.is_file() else {}
+    split = time_split(read_jsonl(path)) if path.is_file() else {}
     total = sum(split.values())
     if not total:
         return

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.files import read_jsonl
+from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE
 from dapo_runner.timing import seconds_by_phase
 
 Points = dict[str, tuple[list[int], list[float]]]
@@ -23,7 +24,9 @@ BY_CORRECTNESS = ("sampling/all_incorrect", "sampling/mixed", "sampling/all_corr
 
 def read_curves(run: Path) -> Points:
     """Return all metrics in the logs of a run; empty without logs."""
-    metrics, timings = (read_log(run / name) if (run / name).is_file() else [] for name in (METRICS_FILE, TIMINGS_FILE))
+    metrics, timings = (
+        read_jsonl(run / name) if (run / name).is_file() else [] for name in (METRICS_FILE, TIMINGS_FILE)
+    )
     return collect([*metrics, *time_events(timings)])
 
 

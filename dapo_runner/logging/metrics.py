@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from dapo_runner.errors import ConfigError
 from dapo_runner.files import append_jsonl, atomic_write, read_jsonl, to_jsonl
 from dapo_runner.logging.reflection import reflection_metrics
 from dapo_runner.rollout.group_buffer import SamplingStats
@@ -22,7 +21,6 @@ from dapo_runner.types import Group
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
-OLD_KEYS = ("sampling/all_right", "sampling/all_wrong", "ahead/")  # metrics that have been renamed since
 
 
 class MetricsLog:
@@ -40,17 +38,9 @@ class MetricsLog:
         append_jsonl(self.path, [{"step": step, "kind": kind, **jsonable(values)}], sync=True)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a log, without an incomplete last line. Raises ConfigError for an older version's log."""
-    events = read_jsonl(path)
-    if old := next((key for event in events for key in event if key.startswith(OLD_KEYS)), None):
-        raise ConfigError(f"{path}: expected the metrics of this version, got {old} of an older one. Start a new run.")
-    return events
-
-
 def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the first and the last evaluation of a run, with a heading for each; empty without an evaluation."""
-    evaluations = [event for event in read_log(folder / METRICS_FILE) if event["kind"] == "eval"]
+    evaluations = [event for event in read_jsonl(folder / METRICS_FILE) if event["kind"] == "eval"]
     if not evaluations:
         return {}
     before, after = evaluations[0], evaluations[-1]

@@ -12,7 +12,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from dapo_runner.errors import ConfigError
-from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.files import read_jsonl
+from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.reflection import PATTERNS, count_reflections
 from dapo_runner.logging.rollout_log import ROLLOUTS, SavedStep, read_step, saved_steps
 
@@ -26,7 +27,7 @@ def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
     if steps := saved_steps(run / what):
         return steps
     path, kind = run / METRICS_FILE, "step" if what == ROLLOUTS else "eval"
-    is_logged = path.is_file() and any(event["kind"] == kind for event in read_log(path))
+    is_logged = path.is_file() and any(event["kind"] == kind for event in read_jsonl(path))
     unfinished = f"No {kind} of {run} has finished." if run.is_dir() else "There is no such folder."
     advice = "Set logging.rollouts.groups." if is_logged else unfinished
     raise ConfigError(f"{run / what}: expected the {what} of a run, found none. {advice}")

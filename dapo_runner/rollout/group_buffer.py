@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
-from dapo_runner.types import Completion, Group, Prompt
+from dapo_runner.types import Group, Prompt
 
 PRIOR_GROUPS = 4  # the weight of `initial_acceptance`, in groups
 MEMORY = 0.7  # weight of earlier rounds, per round: the acceptance rate changes as the policy learns
@@ -190,8 +190,6 @@ class GroupBuffer:
             known = prompts.get(group.prompt.id, group.prompt)
             return replace(group, prompt=replace(group.prompt, messages=known.messages, row=known.row))
 
-        if not all(map(_is_complete, (*state["buffer"], *state["waiting"]))):
-            raise RunError("checkpoint: its groups are of an older version. Choose another run.name.")
         self.step, self._accepted, self._tried = state["steps"], state["accepted"], state["tried"]
         self.stats = SamplingStats(generated=state["generated"])
         self.groups, self.waiting = (list(map(with_row, state[name])) for name in ("buffer", "waiting"))
@@ -226,10 +224,3 @@ def without_rows(groups: Sequence[Group]) -> list[Group]:
 
 def _n_samples(groups: Sequence[Group]) -> int:
     return sum(len(group.samples) for group in groups)
-
-
-def _is_complete(group: Any) -> bool:
-    """Return whether a saved group has today's fields. A response of an older version loads without the new ones."""
-    return isinstance(group, Group) and all(
-        hasattr(sample.completion, field.name) for sample in group.samples for field in fields(Completion)
-    )

@@ -32,7 +32,7 @@ class EarlyStop:
         if event["kind"] == "eval":
             self.observe(event["step"], event)
         else:
-            self.count(event["step"], event.get("sampling/tokens", 0))  # older versions did not log it
+            self.count(event["step"], event["sampling/tokens"])
 
     def count(self, step: int, tokens: int) -> None:
         """Count the tokens that a step generated. The run still evaluates after the step that spends the budget."""

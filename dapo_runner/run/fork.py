@@ -15,7 +15,7 @@ from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.config.reading import may_change
 from dapo_runner.config.rollout import SamplingConfig
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
@@ -82,7 +82,7 @@ def _settings_at(source: Path, step: int) -> dict[str, Any]:
 def _changes(folder: Path) -> list[dict[str, Any]]:
     """Return the logged changes of settings, oldest first."""
     path = folder / CHANGES_FILE
-    return [entry for entry in read_log(path) if entry["kind"] == "change"] if path.is_file() else []
+    return [entry for entry in read_jsonl(path) if entry["kind"] == "change"] if path.is_file() else []
 
 
 def start_fork(config: Config, folder: Path) -> Checkpoint:

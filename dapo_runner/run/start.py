@@ -12,8 +12,9 @@ import torch
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config
+from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
-from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
 from dapo_runner.logging.trackers import Trackers
@@ -183,7 +184,7 @@ def _build_scorer(config: Config, context: RunContext) -> Scorer:
 def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[EarlyStop, SyncProbe]:
     """Replay the run's log into early stopping and the probe."""
     early_stop = EarlyStop(config)
-    for event in context.world.broadcast_from_rank0(lambda: read_log(config.run_dir / METRICS_FILE)):
+    for event in context.world.broadcast_from_rank0(lambda: read_jsonl(config.run_dir / METRICS_FILE)):
         early_stop.replay(event)
         if "sync/gap" in event:
             probe.remember(event["sync/gap"])
@@ -192,6 +193,6 @@ def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[
 
 def _missed_evaluation(config: Config, step: int, early_stop: EarlyStop) -> bool:
     """Return whether the evaluation after a saved step failed, so that it is not in the log."""
-    logged = {event["step"] for event in read_log(config.run_dir / METRICS_FILE) if event["kind"] == "eval"}
+    logged = {event["step"] for event in read_jsonl(config.run_dir / METRICS_FILE) if event["kind"] == "eval"}
     is_last = early_stop.reason is not None or step == config.run.steps
     return (is_last or is_due(config.run.eval_every, step)) and step not in logged

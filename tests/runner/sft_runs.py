@@ -9,7 +9,7 @@ import yaml
 from small import Notes
 
 from dapo_runner.config import SftConfig, parse
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.tools.sft.run import sft
 
 
@@ -43,4 +43,4 @@ def run(model: Path, path: Path, /, **sections: Any) -> Path:
 
 
 def steps_of(folder: Path, key: str) -> list[float]:
-    return [event[key] for event in read_log(folder / "metrics.jsonl") if key in event]
+    return [event[key] for event in read_jsonl(folder / "metrics.jsonl") if key in event]

@@ -11,7 +11,7 @@ import yaml
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, parse_config
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 
 SEGMENTS = {
@@ -119,7 +119,7 @@ class Dapo:
 
 def events_of(run: Path, kind: str = "step", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The events of one kind in a run's log."""
-    return [event for event in read_log(run / file) if event["kind"] == kind]
+    return [event for event in read_jsonl(run / file) if event["kind"] == kind]
 
 
 def steps_of(run: Path, key: str) -> list[Any]:

@@ -25,8 +25,9 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
-from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.train import train
@@ -59,7 +60,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def without_sync(run: Path) -> list[dict[str, Any]]:
     """The probe behind the last step before an error is not logged."""
-    events = read_log(run / "metrics.jsonl")
+    events = read_jsonl(run / "metrics.jsonl")
     return [{key: value for key, value in event.items() if not key.startswith("sync/")} for event in events]
 
 
@@ -293,4 +294,4 @@ def test_a_nonfinite_update_is_kept(start: Path, tmp_path: Path, monkeypatch: py
     assert saved_steps(tmp_path) == [2]
     run = train(rare(tmp_path, start, optimizer=warm | {"lr": 1e-4}), Notes())
     assert steps_of(run, "train/lr") == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
-    assert (2, "optimizer.lr") in [(event["step"], event["key"]) for event in read_log(run / CHANGES_FILE)]
+    assert (2, "optimizer.lr") in [(event["step"], event["key"]) for event in read_jsonl(run / CHANGES_FILE)]

@@ -18,7 +18,7 @@ from talkers import ROOM
 
 from dapo_runner.checkpoint import find_checkpoints, is_whole
 from dapo_runner.config import load_config
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.train import train
@@ -162,7 +162,7 @@ def test_segments_add_up_to_their_response(kind: str, figure: str, whole: Callab
     folder = whole(kind)
     assert any(value > 0 for value in steps_of(folder, "segments/advantage"))
     assert min(steps_of(folder, f"segments/{name}")[0] for name in ("tokens", figure)) > 0
-    timed = ["seconds/segments" in event for event in read_log(folder / "timings.jsonl")]
+    timed = ["seconds/segments" in event for event in read_jsonl(folder / "timings.jsonl")]
     assert timed[1:] == 3 * [kind == "spo_chain"]
     for sample in samples_of(folder):
         assert sum(segment["length"] for segment in sample["segments"]) == sample["tokens"]

@@ -24,7 +24,7 @@ from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.environment import this_version
-from dapo_runner.logging.metrics import METRICS_FILE, before_and_after, read_log
+from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.run.folder import (
     CONFIG_FILE,
@@ -189,7 +189,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, st
     for n_new in (1, 0):  # the second time nothing is new
         assert train(changed, notes := Notes()) == run
         assert sum("step 3 " in line and "optimizer.lr: " in line for line in notes.lines) == n_new
-        assert {event["step"] for event in read_log(run / CHANGES_FILE)} == {2}
+        assert {event["step"] for event in read_jsonl(run / CHANGES_FILE)} == {2}
         assert changes_of(run) == {
             "optimizer.lr": (1e-3, 1e-4),
             "rollout.max_batch_sequences": (256, 8),
@@ -228,8 +228,8 @@ def test_a_fork_goes_on_as_its_run_did(source: Path, fork: Fork, tmp_path: Path)
     assert steps_after(run, 4) == steps_after(source, 4)
     assert all(result_of(run)[part] == result_of(source)[part] for part in ("weights", "optimizer"))
     assert list(before_and_after(run)) == ["before (step 4)", "after (step 6)"]  # where it starts from
-    assert [event["kind"] for event in read_log(run / "timings.jsonl")] == ["start", "step", "step"]
-    first, *changes = read_log(run / CHANGES_FILE)
+    assert [event["kind"] for event in read_jsonl(run / "timings.jsonl")] == ["start", "step", "step"]
+    first, *changes = read_jsonl(run / CHANGES_FILE)
     assert first == {"step": 4, "kind": "fork", "from": str(origin / CHECKPOINTS / "step_000004")}
     assert [event["key"] for event in changes] == ["run.steps", "run.steps"]
 

@@ -23,7 +23,7 @@ from dapo_runner.cli import main
 from dapo_runner.config import AdvantageConfig, Config, flatten, load_config, parse_config
 from dapo_runner.config.run import EarlyStopConfig
 from dapo_runner.data.dataset import load_data
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.train import train
 from dapo_runner.types import Group
@@ -206,7 +206,7 @@ def test_a_run_is_started_read_resumed_and_forked() -> None:
     assert isinstance(names["worst"], str)
     assert sum(p.numel() for p in names["model"].parameters()) > 1000
     assert run_commands("resuming") == [0, 0]
-    changes = {event["key"]: event["after"] for event in read_log(Path("runs/mine/changes.jsonl"))}
+    changes = {event["key"]: event["after"] for event in read_jsonl(Path("runs/mine/changes.jsonl"))}
     assert changes == {"run.steps": 4, "optimizer.lr": 5e-4}
     assert run_commands("forking") == [0]
     assert [event["step"] for event in events_of(Path("runs/warmer"))] == [3, 4]

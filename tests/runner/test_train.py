@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.data.dataset import PromptCursor, load_data
-from dapo_runner.logging.metrics import before_and_after, read_log
+from dapo_runner.files import read_jsonl
+from dapo_runner.logging.metrics import before_and_after
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.scoring import Scorer
@@ -36,7 +37,7 @@ def finished(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
-    events, steps = read_log(finished / "metrics.jsonl"), events_of(finished)
+    events, steps = read_jsonl(finished / "metrics.jsonl"), events_of(finished)
     order = [f"{event['kind']} {event['step']}" for event in events]
     assert order == ["eval 0", "step 1", "step 2", "eval 2", "step 3", "step 4", "eval 4"]
     assert {event["eval/problems"] for event in events_of(finished, "eval")} == {10}
@@ -107,7 +108,7 @@ def test_the_split_of_an_average_step() -> None:
 
 
 def test_a_run_times_every_phase(finished: Path) -> None:
-    began, *timings = read_log(finished / "timings.jsonl")
+    began, *timings = read_jsonl(finished / "timings.jsonl")
     assert began.keys() == {"step", "kind", "seconds/probe", "seconds/evaluate", "seconds/other"}
     assert [(event["kind"], event["step"]) for event in timings] == [("step", n) for n in (1, 2, 3, 4)]
     for event, step in zip(timings, events_of(finished), strict=True):
@@ -219,7 +220,7 @@ def test_asynchronous_episodes_lose_nothing(tmp_path: Path, model_folder: Path, 
     wanted = PromptCursor(dataset.train, config.run.seed, dataset.heldout).take(16)
     assert [group["prompt"]["id"] for step in steps for group in step.groups] == [prompt.id for prompt in wanted]
     assert {len(group["samples"]) for step in steps for group in step.groups} == {4}
-    assert sum(line.get("env/episodes", 0) for line in read_log(folder / "timings.jsonl")) >= 64
+    assert sum(line.get("env/episodes", 0) for line in read_jsonl(folder / "timings.jsonl")) >= 64
     assert max(steps_of(folder, "batch/age_max")) <= 2
 
 
@@ -261,7 +262,7 @@ def test_a_run_that_ended_early_is_saved_and_can_be_gone_on_with(start: Path, tm
         stop = None if patience is None else {"patience": patience}
         rare = {"early_stop": stop, "steps": steps, "eval_every": 1, "save_every": 10}
         train(config_in(tmp_path, start, run=rare, optimizer={"lr": 1e-30}), notes := Notes())
-        return read_log(folder / "metrics.jsonl")[-1]["step"], notes
+        return read_jsonl(folder / "metrics.jsonl")[-1]["step"], notes
 
     last, notes = run(2)
     assert last == 2
@@ -280,7 +281,7 @@ def test_a_budget_of_tokens_ends_a_run_wherever_it_was_stopped(start: Path, tmp_
     def generated(name: str, **run: Any) -> list[int]:
         run = {"eval_every": 0, "save_every": 10, "name": name} | run
         folder = train(config_in(tmp_path, start, run=run), Notes())
-        events = read_log(folder / "metrics.jsonl")
+        events = read_jsonl(folder / "metrics.jsonl")
         assert (events[0]["kind"], events[-1]["kind"]) == ("eval", "eval")
         return steps_of(folder, "sampling/tokens")
 

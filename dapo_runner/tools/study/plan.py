@@ -18,7 +18,8 @@ from dapo_runner.config import (
     read_recipe,
 )
 from dapo_runner.errors import ConfigError
-from dapo_runner.logging.metrics import METRICS_FILE, read_log
+from dapo_runner.files import read_jsonl
+from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.run.early_stop import last_step
 from dapo_runner.run.folder import changes_between, check_same_run, is_among, settings_of
 
@@ -130,7 +131,7 @@ def is_finished(run: StudyRun) -> bool:
     other = [str(change) for change in check_same_run(run.config, run.folder) if not is_among(change.key, LONGER)]
     if other:  # a run may resume with these changes, but must not be compared
         raise _holds(run.folder, f"a run with another configuration ({'; '.join(other)})")
-    events = read_log(run.folder / METRICS_FILE)
+    events = read_jsonl(run.folder / METRICS_FILE)
     end = last_step(run.config, events)
     if end is not None and (further := events[-1]["step"]) > end:
         raise _holds(run.folder, f"a run of {further} steps, which would end after {end} now")

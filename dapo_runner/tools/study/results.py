@@ -15,8 +15,9 @@ import numpy as np
 from scipy.stats import ttest_rel
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.curves import Points, collect
-from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, read_log
+from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE
 from dapo_runner.run.early_stop import early_stop_metric
 from dapo_runner.timing import seconds_by_phase
 from dapo_runner.tools.study.plan import StudyRun
@@ -93,12 +94,12 @@ def load_results(path: Path) -> list[Result]:
 
 
 def read_result(run: StudyRun) -> Result:
-    events = read_log(run.folder / METRICS_FILE)
+    events = read_jsonl(run.folder / METRICS_FILE)
     points = collect(events)
     steps = [0, *(event["step"] for event in events if event["kind"] == "step")]
     spent = {name: dict(zip(*points.get(key, ([], [])), strict=True)) for name, key in SPENT.items()}
     spent |= {"step": dict.fromkeys(steps[1:], 1), "seconds": {}}
-    for event in read_log(run.folder / TIMINGS_FILE):
+    for event in read_jsonl(run.folder / TIMINGS_FILE):
         before = spent["seconds"].get(event["step"], 0.0)
         spent["seconds"][event["step"]] = before + sum(seconds_by_phase(event).values())
     axes = {

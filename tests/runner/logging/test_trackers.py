@@ -20,7 +20,7 @@ from builders import make_config, make_group
 from refusals import refused
 from small import Dapo, write_recipe
 
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.rollout_log import ROLLOUTS, read_step, saved_steps
 from dapo_runner.logging.trackers import Trackers
 from docs.glossary import is_documented
@@ -121,7 +121,7 @@ def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path, s
     answers = [values["samples/eval"] for values in wandb.logged if "samples/eval" in values]
     assert [len(rows) for rows in answers] == [8, 8]  # of 10 problems
     assert wandb.finished == 1
-    keys = {key for event in read_log(run / "timings.jsonl") for key in event}
+    keys = {key for event in read_jsonl(run / "timings.jsonl") for key in event}
     assert {"speed/tokens_per_second", "seconds/rollout"} <= keys
     assert [key for key in keys - {"step", "kind"} if not is_documented(key)] == []
     wandb.refuse = True

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import load_config
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.rollout_log import read_step
 from dapo_runner.rollout.server import TRANSFERS
 from dapo_runner.run.tiny_model import ensure_tiny_model
@@ -55,7 +55,7 @@ def command_of(folder: Path, name: str, model: Path, *overrides: str, **run: Any
 
 
 def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return read_log(folder / "runs" / name / "metrics.jsonl")
+    return read_jsonl(folder / "runs" / name / "metrics.jsonl")
 
 
 def test_runs_begin_as_on_one_process(tmp_path: Path, warm: Path, model_folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_no_step_is_lost(tmp_path: Path, warm: Path, capsys: pytest.CaptureFixtu
     assert [found.step for found in find_checkpoints(runs / "unwell" / "checkpoints")] == [1, 2]
 
     assert main([*commands["whole"], f"run.steps={STEPS + 1}"]) == 0
-    changes = read_log(runs / "whole" / "changes.jsonl")
+    changes = read_jsonl(runs / "whole" / "changes.jsonl")
     assert {"step": STEPS, "kind": "change", "key": "ranks", "before": 2, "after": 1} in changes
     assert "2 → 1" in capsys.readouterr().out
     steps = [event["step"] for event in events_of(tmp_path, "whole") if event["kind"] == "step"]

@@ -19,7 +19,7 @@ from small import config_in, events_of
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.rewards.reward import DeadlineError, RewardError, call_within
@@ -348,7 +348,7 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
     module.bomb = -1
     resumed = train(config, Progress())
     assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    evaluation, step, *_ = read_log(whole / "metrics.jsonl")
+    evaluation, step, *_ = read_jsonl(whole / "metrics.jsonl")
     total = step["reward/dapo"] + step["reward/judge"] + 0.5 * step["reward/short"] + step["batch/length_penalty"]
     assert step["batch/reward"] == pytest.approx(total)
     assert step["batch/groups"] == 4  # filtered by reward: one at random keeps them all

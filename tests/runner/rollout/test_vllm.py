@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, TinyModelConfig, apply_overrides, parse_config
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
-from dapo_runner.logging.metrics import read_log
+from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.episodes import EpisodeRunner
@@ -273,7 +273,7 @@ def test_two_ranks(whole: Path, tmp_path: Path, python: str, share: int) -> None
     recipe.write_text(yaml.safe_dump(raw_run(tmp_path, whole, steps=2)))
     done = torchrun(2, "-m", "dapo_runner", "train", recipe, f"parallel.rollout_tensor={share}", python=python)
     assert done.returncode == 0, done.stderr[-4000:]
-    alone, events = (read_log(folder / "metrics.jsonl") for folder in (whole, tmp_path / "small"))
+    alone, events = (read_jsonl(folder / "metrics.jsonl") for folder in (whole, tmp_path / "small"))
     assert [(event["kind"], event["step"]) for event in events] == [(event["kind"], event["step"]) for event in alone]
     for key, value in alone[1].items():
         if key.startswith("sampling/"):
