@@ -14,7 +14,7 @@ RUNNER = (
     ("rich", "progress"),
     ("matplotlib", "dapo report"),
     ("safetensors", "checkpoints"),
-    ("scipy", "dapo study"),
+    ("scipy", "advantages of single tokens, dapo study"),
 )
 RUNNER_EXTRA = "pip install 'dapo-kernels[runner]'"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.returns import BLOCK, discounted_sums, gae, moments, whiten
+from dapo_runner.algorithms.returns import discounted_sums, gae, moments, whiten
 from dapo_runner.types import Sequence
 
 GAE = {"advantage": {"kind": "gae", "gamma": 0.95, "lam": 0.9}, "critic": {}}
@@ -38,19 +38,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @settings(max_examples=25)
 @given(
-    st.lists(st.integers(1, 3) | st.integers(BLOCK - 1, BLOCK + 1) | st.integers(1, 5000), min_size=1, max_size=6),
+    st.lists(st.integers(1, 3) | st.integers(1, 5000), min_size=1, max_size=6),
     st.sampled_from([0.0, 1e-3, 0.5, 0.95, 1.0]),
     st.sampled_from([0.0, 0.9, 1.0]),
 )
 def test_returns_and_advantages_of_sequences(lengths: list[int], gamma: float, lam: float) -> None:
-    """Around the blocks that are summed at once, and the blocks of those."""
     rewards, values = torch.randn(2, sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = list(zip(rewards.split(lengths), values.split(lengths), strict=True))
     expected = torch.cat([longhand.discounted(reward, gamma) for reward, _ in parts])
-    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        found = discounted_sums(rewards.to(dtype), torch.tensor(lengths), gamma)
-        assert found.dtype == dtype
-        assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
+    found = discounted_sums(rewards, torch.tensor(lengths), gamma)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
     advantages, returns = gae(rewards, values, torch.tensor(lengths), gamma, lam)
     exact = torch.cat([longhand.generalized(reward, value, gamma, lam) for reward, value in parts])
     torch.testing.assert_close(advantages, exact)
