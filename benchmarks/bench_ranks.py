@@ -57,7 +57,7 @@ def recipe(model: str, folder: str, prompts: int, steps: int, **rollout: Any) ->
             "eval_size": 2,
         },
         "rollout": lengths | rollout,
-        "sampler": {"prompts_per_step": prompts, "filter_groups": False},
+        "sampler": {"prompts_per_step": prompts, "filter_groups": None},
         "reward": {"kind": "integer", "overlong": {"soft_punishment": False}},
         "optimizer": {"lr": 1e-6, "warmup_steps": 0, "mini_batch_size": None, "token_budget": 16384},
         "parallel": {"reshard_after_forward": False},  # so small a model may stay whole between two passes

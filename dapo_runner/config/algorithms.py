@@ -22,7 +22,7 @@ class Algorithm(NamedTuple):
     settings: Mapping[str, Any]
 
 
-FILTER = {"sampler.filter_groups": True}
+FILTER = {"sampler.filter_groups": "correctness"}
 PUNISH = {"reward.overlong.soft_punishment": True}
 ONE_UPDATE = {"optimizer.mini_batch_size": None}
 RIGHT_ONLY = {"reward.correct": 1.0, "reward.incorrect": 0.0}
@@ -87,7 +87,7 @@ _ROWS: dict[str, tuple[Any, ...]] = {
 
 
 def _make(name: str, paper: str, advantage: str, *sections: Mapping[str, Any]) -> Algorithm:
-    settings = lay_settings({}, {"loss.objective": name, "advantage.kind": advantage, "sampler.filter_groups": False})
+    settings = lay_settings({}, {"loss.objective": name, "advantage.kind": advantage, "sampler.filter_groups": None})
     settings["reward"] = {"overlong": {"soft_punishment": False, "filter": False}}
     for section in sections:
         settings = lay_settings(settings, section)

@@ -10,7 +10,7 @@ from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from dapo_runner.config.section import (
     Check,
@@ -21,7 +21,6 @@ from dapo_runner.config.section import (
     PositiveInt,
     Section,
     Share,
-    read_plain,
 )
 from dapo_runner.types import SamplingParams
 
@@ -211,8 +210,8 @@ class SamplerConfig(Section):
 
     prompts_per_step: PositiveInt = 512  # accepted groups per step
     # dynamic sampling: accept groups with correct and incorrect samples, or with varying reward (without the length
-    # penalty). true: reward with reward.parts, else correctness; false: accept every group
-    filter_groups: Annotated[Literal[True, False, "correctness", "reward"], BeforeValidator(read_plain)] = True
+    # penalty). null: accept every group
+    filter_groups: Literal["correctness", "reward"] | None = "correctness"
     initial_acceptance: Share = 1 / 3  # expected share of accepted groups before the first round (paper: 512 of 1536)
     max_rounds: MayChange[PositiveInt] = 10  # generation rounds per step
     # prompts submitted per prompt needed; once enough are completed, the others are dropped

@@ -119,12 +119,6 @@ class Config(TrainingConfig):
         return self.trained_per_step // self.mini_batch_size
 
     @property
-    def filter_on(self) -> Literal[False, "correctness", "reward"]:
-        """What decides whether a group is accepted; False: every group is."""
-        chosen = self.sampler.filter_groups
-        return ("reward" if self.reward.parts else "correctness") if chosen is True else chosen
-
-    @property
     def max_age(self) -> int:
         """The maximum age of a group. The default exceeds `rollout.max_staleness` by 1: leftovers can fill a step."""
         return self.rollout.max_staleness + 1 if self.sampler.max_age is None else self.sampler.max_age
@@ -168,7 +162,6 @@ def resolved(config: Config) -> dict[str, Any]:
     """Return the settings that follow from others, by dotted key."""
     return {
         "data.template": config.data.prompt_template,
-        "sampler.filter_groups": config.filter_on,
         "sampler.max_age": config.max_age,
         "optimizer.mini_batch_size": config.mini_batch_size,
         "evaluation.max_response_tokens": config.evaluation_tokens,
@@ -234,8 +227,8 @@ def _engine(config: Config) -> Iterator[Check]:
 def _training(config: Config) -> Iterator[Check]:
     critic, data, steps = config.critic, config.data, config.run.steps - config.run.forked_at
     replay, spec = config.loss.routing_replay, config.rollout.engine_spec
-    fits = config.updates_per_step > 1 or config.rollout.correction.enabled or replay in (False, "engine")
-    yield "loss.routing_replay", fits, "false or engine with one update per step (optimizer.mini_batch_size)"
+    fits = config.updates_per_step > 1 or config.rollout.correction.enabled or replay in (None, "engine")
+    yield "loss.routing_replay", fits, "null or engine with one update per step (optimizer.mini_batch_size)"
     fits = spec.returns_experts and config.env is None and config.advantage.segments is None
     where = f"not engine with rollout.engine={config.rollout.engine}, env or advantage.segments"
     yield "loss.routing_replay", fits or replay != "engine", where
@@ -292,10 +285,10 @@ def cautions(config: Config) -> Iterator[str]:
     if sampler.oversample > 1:
         yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
-    is_graded = is_soft or ":" in reward.kind or reward.kind in ("fuzzy", "reasoning_gym") or config.env is not None
-    if is_graded and sampler.filter_groups is True:
-        name = f"reward.kind={reward.kind}" if config.env is None else "env"
+    is_graded = is_soft or ":" in reward.kind or reward.kind in ("fuzzy", "reasoning_gym")
+    if (is_graded or reward.parts or config.env is not None) and sampler.filter_groups == "correctness":
+        name = "env" if config.env is not None else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"
         yield (
             f"{name}: groups are accepted by correctness, so graded rewards are lost where all "
-            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them (or =correctness)."
+            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them."
         )

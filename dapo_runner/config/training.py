@@ -169,8 +169,8 @@ class LossConfig(Section):
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs the importance ratio divides by
-    # mixtures of experts: replay the routing of the pass for old log-probs (trainer, true) or of sampling (engine)
-    routing_replay: bool | Literal["trainer", "engine"] = False
+    # mixtures of experts: replay the routing of the pass for old log-probs (trainer) or of sampling (engine)
+    routing_replay: Literal["trainer", "engine"] | None = None
 
 
 class PreferenceConfig(Section):

@@ -57,9 +57,7 @@ def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{area}/{key}": value for key, value in values.items()}
 
 
-def sampling_metrics(
-    stats: SamplingStats, filter_on: str | bool = False, oversampled: bool = False
-) -> dict[str, float]:
+def sampling_metrics(stats: SamplingStats, filter_on: str | None = None, oversampled: bool = False) -> dict[str, float]:
     """Return the metrics of all groups that a step generated, accepted or not; only counts if there are none.
 
     Args:

@@ -60,11 +60,11 @@ class Routing:
             layer.widths = [choice.shape[-1] for choice in layer.choices]
             if layer.n_calls != 1 or not layer.choices or any(len(choice) != n_positions for choice in layer.choices):
                 name = type(layer.block).__name__
-                raise ConfigError(f"loss.routing_replay: requires one top-k over experts, got {name}. Set it to false.")
+                raise ConfigError(f"loss.routing_replay: requires one top-k over experts, got {name}. Set it to null.")
             others = zip(layer.choices, layer.n_experts, strict=True)
             layer.replayed = [(choice.long() + 1) % n_experts for choice, n_experts in others]
         if torch.equal(run(), before):
-            raise ConfigError("loss.routing_replay: requires use of the top-k's indices. Set it to false.")
+            raise ConfigError("loss.routing_replay: requires use of the top-k's indices. Set it to null.")
         self.follow(None)
 
 

@@ -55,7 +55,6 @@ def departures(config: Config) -> list[str]:
     if name is None:
         return []
     row = ALGORITHMS[name].settings
-    filtered = config.model_copy(update={"sampler": config.sampler.model_copy(update=row["sampler"])}).filter_on
     objective = OBJECTIVES[row["loss"]["objective"]]
     # Values of the settings that a row leaves at their defaults.
     expected = {
@@ -64,8 +63,7 @@ def departures(config: Config) -> list[str]:
         "rollout": {"correction": CorrectionConfig().model_dump()},
         "preference": None,
     }
-    actual = lay_settings(config.model_dump(), {"sampler.filter_groups": config.filter_on})
-    return _differences(actual, lay_settings(lay_over(expected, row), {"sampler.filter_groups": filtered}), name)
+    return _differences(config.model_dump(), lay_over(expected, row), name)
 
 
 def _differences(actual: Mapping[str, Any], expected: Mapping[str, Any], name: str, prefix: str = "") -> list[str]:

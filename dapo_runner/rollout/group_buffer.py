@@ -82,7 +82,7 @@ class GroupBuffer:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config, self.filter_on, self.max_age = config.sampler, config.filter_on, config.max_age
+        self.config, self.max_age = config.sampler, config.max_age
         self.groups: list[Group] = []
         self.waiting: list[Group] = []  # remaining samples of groups, for later steps
         self.step = 0  # the step that is being filled, or was taken last
@@ -150,12 +150,12 @@ class GroupBuffer:
     def expected(self, n_prompts: int) -> int:
         """Return the expected number of accepted groups among ``n_prompts``, at the current acceptance."""
         completed = round(n_prompts / self.config.oversample)
-        return int(completed * self.acceptance) if self.filter_on else completed
+        return int(completed * self.acceptance) if self.config.filter_groups else completed
 
     def round_size(self, missing: int) -> int:
         """Return the number of prompts to submit for the missing groups, at the current acceptance."""
         needed = missing
-        if self.filter_on:
+        if self.config.filter_groups:
             ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
             needed = min(prompts_for(missing, self.acceptance), ceiling)
         return round(self.config.oversample * needed)
@@ -165,7 +165,7 @@ class GroupBuffer:
         return [self._describe_shortfall(sampled.stats)] if sampled.is_short else []
 
     def _describe_shortfall(self, n: SamplingStats) -> str:
-        hint = " (sampler.filter_groups=reward accepts them)" if self.filter_on == "correctness" else ""
+        hint = " (sampler.filter_groups=reward accepts them)" if self.config.filter_groups == "correctness" else ""
         return (
             f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "
             f"Of {n['groups']} groups {n['all_correct']} are all correct, {n['all_incorrect']} all incorrect, "
@@ -203,9 +203,9 @@ class GroupBuffer:
         return self.step - group.step <= self.max_age
 
     def _accepts(self, group: Group) -> bool:
-        if not self.filter_on:
+        if not self.config.filter_groups:
             return True
-        return group.has_varying_reward if self.filter_on == "reward" else group.has_mixed_correctness
+        return group.has_varying_reward if self.config.filter_groups == "reward" else group.has_mixed_correctness
 
 
 def prompts_for(groups: int, acceptance: float) -> int:

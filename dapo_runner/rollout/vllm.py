@@ -63,7 +63,7 @@ class VLLMEngine(RolloutEngine):
         if config.rollout.vllm.batch_invariant and resolve_device(config.run.device).type != "cuda":
             raise ConfigError("rollout.vllm.batch_invariant: requires a GPU. Set it to false.")
         if config.loss.routing_replay == "engine" and resolve_device(config.run.device).type != "cuda":
-            raise ConfigError("loss.routing_replay: engine requires a GPU with vLLM. Set it to trainer or false.")
+            raise ConfigError("loss.routing_replay: engine requires a GPU with vLLM. Set it to trainer or null.")
 
     @classmethod
     def load(cls, source: str | Path, config: Config, device: torch.device, world: World, note: Note) -> VLLMEngine:

@@ -213,7 +213,7 @@ class Run(TrainingRun):
         """Return the number of tokens that the engine generated."""
         step, sampled = trained.step, trained.sampled
         figures = (
-            sampling_metrics(sampled.stats, self.config.filter_on, self.config.sampler.oversample > 1)
+            sampling_metrics(sampled.stats, self.config.sampler.filter_groups, self.config.sampler.oversample > 1)
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)

@@ -75,7 +75,7 @@ def resumed(folder: Path) -> Path:
 def several_rewards(folder: Path) -> Path:
     (folder / "golden_rewards.py").write_text(REWARD)
     parts = "reward.parts=[{use: dapo}, {use: 'golden_rewards:parity', weight: 0.5}]"
-    return train(recipe(folder), 1, parts, PYTHONPATH=str(folder))
+    return train(recipe(folder), 1, parts, "sampler.filter_groups=reward", PYTHONPATH=str(folder))
 
 
 def asynchronous(folder: Path) -> Path:
@@ -97,7 +97,7 @@ def asynchronous(folder: Path) -> Path:
             f"rollout.server.folder={folder}",
             "rollout.max_staleness=1",
             "rollout.correction.weights=token",
-            "sampler.filter_groups=false",
+            "sampler.filter_groups=null",
             "optimizer.lr=1e-30",
         )
     finally:

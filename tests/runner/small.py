@@ -15,7 +15,7 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 
 SEGMENTS = {
-    "chain": ["advantage.segments={kind: chain, interval: 2, samples: 3}", "sampler.filter_groups=false"],
+    "chain": ["advantage.segments={kind: chain, interval: 2, samples: 3}", "sampler.filter_groups=null"],
     "tree": ["advantage.segments={kind: tree, tokens: 3, per_step: 2}"],
 }
 

@@ -10,7 +10,7 @@ CHATML = (
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ROOM = ["rollout.max_response_tokens=60", "optimizer.token_budget=128", "sampler.filter_groups=false"]  # for turns
+ROOM = ["rollout.max_response_tokens=60", "optimizer.token_budget=128", "sampler.filter_groups=null"]  # for turns
 
 
 def chat_tokenizer(template: str = CHATML) -> Any:

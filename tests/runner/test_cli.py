@@ -273,13 +273,13 @@ def test_it_refuses_a_damaged_checkpoint(tmp_path: Path, dapo: Dapo) -> None:
 def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path: Path, dapo: Dapo) -> None:
     """The resolved configuration, the departures from the algorithm and the sizes."""
     recipe = write_recipe(tmp_path)
-    given = ["algorithm=grpo", "sampler.filter_groups=true", *with_paths(ON_FILES, files).split()]
+    given = ["algorithm=grpo", "sampler.filter_groups=correctness", *with_paths(ON_FILES, files).split()]
     out = dapo("train", recipe, *given, "--dry-run")
     printed = yaml.safe_load(out[: out.index("\n\n")])
     assert printed["optimizer"]["lr"] == load_config(recipe, given).optimizer.lr
     assert (printed["sampler"]["max_age"], printed["sampler"]["filter_groups"]) == (1, "correctness")
     plan = " ".join(out.split())
-    assert "sampler.filter_groups=correctness (grpo: false)" in plan
+    assert "sampler.filter_groups=correctness (grpo: null)" in plan
     assert re.search(r"per step 4\D+4\D+16\b", plan)
     assert re.search(r"data: 3\D+2\D+1\b", plan)
     assert not (tmp_path / "runs").exists()

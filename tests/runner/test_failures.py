@@ -50,7 +50,7 @@ def send(*signals: signal.Signals) -> None:
 
 def rare(folder: Path, start: Path, **sections: Any) -> Config:
     """Four steps, each of one round and two updates; the only checkpoint after the last of them."""
-    run, sampler = {"save_every": 0} | sections.pop("run", {}), {"filter_groups": False} | sections.pop("sampler", {})
+    run, sampler = {"save_every": 0} | sections.pop("run", {}), {"filter_groups": None} | sections.pop("sampler", {})
     return config_in(folder, start, run=run, sampler=sampler, **sections)
 
 

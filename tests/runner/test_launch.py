@@ -95,7 +95,7 @@ def test_two_ranks_train_until_one_of_them_ends(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = ["launch", write_recipe(tmp_path, start, eval_every=0), "--gpus", "2"]
-    reward = ["reward.kind=rewards:ends", "sampler.filter_groups=false"]
+    reward = ["reward.kind=rewards:ends", "sampler.filter_groups=null"]
     program = sys.executable if reason == "signal 9" else python  # once as a user starts it
     done = torchrun(1, "-m", "dapo_runner", *command, *reward, python=program)
     assert done.returncode == 1, done.stderr[-4000:]

@@ -26,7 +26,7 @@ EIGHT_BILLION = 8_190_735_360  # parameters of Qwen3-8B: 36 layers of 192,946,43
 PAPERS_TABLE = """
 model: {path: Qwen/Qwen2.5-32B}
 optimizer: {lr: 1.0e-06, warmup_steps: 20, weight_decay: 0.1, grad_clip: 1.0, token_budget: 22528}
-sampler: {prompts_per_step: 512, filter_groups: true}
+sampler: {prompts_per_step: 512, filter_groups: correctness}
 rollout: {group_size: 16, max_prompt_tokens: 2048, max_response_tokens: 20480, temperature: 1.0, top_p: 1.0}
 reward: {kind: dapo, correct: 1.0, incorrect: -1.0}
 reward.overlong: {soft_punishment: true, filter: false, cache_length: 4096}

@@ -25,7 +25,7 @@ from dapo_runner.train import train
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # of sys.addaudithook
 STEPS = ["run.steps=3", "run.keep=1", "logging.rollouts.per_token=true"]
-KEPT = ["sampler.filter_groups=false", "sampler.max_rounds=1"]
+KEPT = ["sampler.filter_groups=null", "sampler.max_rounds=1"]
 # With what a file operation begins that is a run's last one, the how-manieth of its kind.
 KILLS = [
     ("open config.yaml", 1),
@@ -48,7 +48,7 @@ CASES: dict[str, list[str]] = {
     **{name: [*STEPS, *overrides] for name, overrides in CONFIGURATIONS.items()},
     "spo_tree": [*STEPS, *CONFIGURATIONS["spo_tree"], "sampler.prompts_per_step=2", "sampler.max_age=3"],
     "spo_chain": [*STEPS, *CONFIGURATIONS["spo_chain"], "sampler.prompts_per_step=2"],
-    "dpo": [*DPO, "optimizer.mini_batch_size=256", "sampler.filter_groups=false"],
+    "dpo": [*DPO, "optimizer.mini_batch_size=256", "sampler.filter_groups=null"],
     "lora_grpo": [*STEPS, "model.lora.rank=4", "loss.objective=grpo", "optimizer.mini_batch_size=16"],
     "moving_reference": [
         *STEPS,
@@ -62,7 +62,11 @@ CASES: dict[str, list[str]] = {
         *("sampler.curriculum.rest=1", "rollout.stop=['9']", "rollout.top_k=20"),
     ],
     "early_stop": ["optimizer.lr=1e-30", "run.early_stop={patience: 3}", "run.eval_every=1", "run.steps=9"],
-    "several_rewards": [*STEPS, "reward.parts=[{use: dapo}, {use: 'golden_rewards:parity', weight: 0.5}]"],
+    "several_rewards": [
+        *STEPS,
+        "sampler.filter_groups=reward",
+        "reward.parts=[{use: dapo}, {use: 'golden_rewards:parity', weight: 0.5}]",
+    ],
     "episodes": [*STEPS, "env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM],
     "tiny": ["run.steps=2", "model.tiny.warmup.steps=30"],
 }

@@ -142,7 +142,7 @@ def test_advantages_of_ones_own_and_of_papers() -> None:
 
 def test_parts_of_a_reward() -> None:
     config = config_of("reward: parts")
-    assert config.filter_on == "reward"
+    assert config.sampler.filter_groups == "reward"
     group = score(config, "7", "7, please", "no")
     assert [dict(sample.parts) for sample in group.samples] == [
         {"exact": 1.0, "brief": 1.0, "manners": -1.0},

@@ -89,12 +89,11 @@ def test_no_algorithm_is_dapo() -> None:
     ("overrides", "expected"),
     [
         (
-            "algorithm=grpo loss.overrides.clip_high=0.3 sampler.filter_groups=true optimizer.mini_batch_size=128",
-            "loss.overrides.clip_high=0.3 sampler.filter_groups=correctness optimizer.mini_batch_size=128",
+            "algorithm=grpo loss.overrides.clip_high=0.3 sampler.filter_groups=reward optimizer.mini_batch_size=128",
+            "loss.overrides.clip_high=0.3 sampler.filter_groups=reward optimizer.mini_batch_size=128",
         ),
         ("algorithm=dapo sampler.filter_groups=correctness", ""),
         ("algorithm=dapo sampler.filter_groups=reward", "sampler.filter_groups=reward"),
-        ("algorithm=dapo sampler.filter_groups=reward reward.parts=[{use: integer}]", ""),
         # What the algorithm sets as well, and what no algorithm decides.
         ("algorithm=grpo loss.overrides.kl_coef=0.04 rollout.group_size=8 run.seed=3", ""),
         ("algorithm=grpo advantage.segments={kind: chain}", "advantage.segments=a section"),
@@ -130,19 +129,13 @@ def test_sections_from_python_keep_what_was_set() -> None:
     assert [text.split("=")[0] for text in departures(config)] == ["reward.incorrect"]
 
 
-def test_several_rewards_choose_the_filter_only_where_there_is_one() -> None:
-    parts = "reward.parts=[{use: integer}, {use: exact}]"
-    assert config_of("algorithm=cispo", parts).filter_on == "reward"
-    assert config_of("algorithm=gspo", parts).filter_on is False
-
-
 def test_a_run_logs_its_algorithm_and_stays_that_run(tmp_path: Path, dapo: Dapo) -> None:
     recipe, notes, departure = write_recipe(tmp_path, steps=1, eval_every=0), Notes(), "optimizer.mini_batch_size=8"
     folder = train(load_config(recipe, ["algorithm=grpo"]), notes)
     for part in (ALGORITHMS["grpo"].paper, departure):
         assert any(part in line for line in notes.lines)
     assert departure in " ".join(dapo("train", recipe, "algorithm=grpo", "--dry-run").split())
-    spelled = ["loss.objective=grpo", "sampler.filter_groups=false", "reward.overlong.soft_punishment=false"]
+    spelled = ["loss.objective=grpo", "sampler.filter_groups=null", "reward.overlong.soft_punishment=false"]
     (change,) = check_same_run(load_config(recipe, spelled), folder)
     assert change.key == "algorithm"  # a name; the run is the same
     with refused("loss.objective"):

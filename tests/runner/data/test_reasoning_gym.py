@@ -109,7 +109,7 @@ def test_a_run(tmp_path: Path, model_folder: Path, dapo: Dapo) -> None:
     data = "data={reasoning_gym: [{name: chain_sum, config: {max_terms: 2, max_digits: 1}}], limit: 8, eval_size: 2}"
     model = f"model={{path: {model_folder}, dtype: float32}}"
     sizes = ["rollout.max_prompt_tokens=240", "optimizer.token_budget=512", "reward.workers=1"]
-    small = ["sampler.filter_groups=false", "run.eval_every=0"]
+    small = ["sampler.filter_groups=null", "run.eval_every=0"]
     dapo("train", write_recipe(tmp_path, steps=1), model, data, *sizes, *small)
     run = tmp_path / "runs" / "small"
     assert [event["step"] for event in events_of(run)] == [1]

@@ -190,7 +190,7 @@ def test_no_step_is_lost(tmp_path: Path, warm: Path, capsys: pytest.CaptureFixtu
     found = checkpoint_to_resume(runs / "killed" / "checkpoints")
     assert found is not None
     assert found.step == KILLED_IN - 1
-    unwell = [f"reward.kind={__name__}:failing", "sampler.filter_groups=false"]
+    unwell = [f"reward.kind={__name__}:failing", "sampler.filter_groups=null"]
     command = command_of(tmp_path, "unwell", warm, *unwell, background, **options)
     on_ranks(2, resume_and_fail, commands["killed"], command, tmp_path / "failed")
     equal_runs(runs / "killed", runs / "whole")
@@ -227,7 +227,7 @@ def by_nccl(rank: int, command: Command) -> None:
 
 
 def serving(folder: Path, name: str, model: Path, servers: list[FakeServer], *more: str, **run: Any) -> Command:
-    overrides = ["sampler.filter_groups=false", "rollout.engine=server", "rollout.max_response_tokens=6"]
+    overrides = ["sampler.filter_groups=null", "rollout.engine=server", "rollout.max_response_tokens=6"]
     overrides += [f"rollout.server.urls=[{', '.join(server.url for server in servers)}]"]
     overrides += [f"rollout.server.folder={folder}", "model.dtype=float32", *more]
     return command_of(folder, name, model, *overrides, **{"eval_every": 0, **run})

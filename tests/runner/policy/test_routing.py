@@ -143,7 +143,7 @@ def sharing_sequences() -> list[Sequence]:
     return sequences
 
 
-def trainer(path: Path, replay: bool, **model: Any) -> Learner:
+def trainer(path: Path, replay: str | None, **model: Any) -> Learner:
     optimizer = {"mini_batch_size": 16, "token_budget": 120, "lr": 3e-3}
     sections = {"optimizer": optimizer, "sampler": {"prompts_per_step": 8}, "loss": {"routing_replay": replay}}
     return learner_of(path, model=model, **sections)
@@ -153,7 +153,7 @@ def trainer(path: Path, replay: bool, **model: Any) -> Learner:
 def test_after_an_update_tokens_keep_their_experts(folder: Path, checkpointing: bool) -> None:
     """In the pass and in its recomputation, over prefixes that sequences share; the routers send some elsewhere."""
     found = []
-    for replay in (True, False):
+    for replay in ("trainer", None):
         learner = trainer(folder, replay, gradient_checkpointing=checkpointing)
         first, second = learner.prepare(sharing_sequences())
         learner.update(first, 0)
@@ -177,7 +177,7 @@ def test_after_an_update_tokens_keep_their_experts(folder: Path, checkpointing: 
 
 
 def test_an_adapted_model_is_its_own_reference_with_its_own_routing(folder: Path) -> None:
-    learner = trainer(folder, True, lora={"rank": 2, "alpha": 4, "targets": ["q_proj"]})
+    learner = trainer(folder, "trainer", lora={"rank": 2, "alpha": 4, "targets": ["q_proj"]})
     _, mini = learner.prepare(sharing_sequences())
     batch = mini.micro_batches[0]
     assert batch.experts is not None
@@ -197,7 +197,7 @@ def undecided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(model, make_tokenizer(), tmp_path_factory.mktemp("undecided"))
 
 
-def replaying(folder: Path, replay: str | bool = "engine", dtype: str = "float32", **sections: Any) -> Config:
+def replaying(folder: Path, replay: str | None = "engine", dtype: str = "float32", **sections: Any) -> Config:
     sections["rollout"] = {"max_response_tokens": 24, **sections.get("rollout", {})}
     optimizer = {"token_budget": 130}
     return config_of(folder, dtype, loss={"routing_replay": replay}, optimizer=optimizer, **sections)
@@ -230,7 +230,7 @@ def test_the_engine_returns_the_experts_of_every_token_that_it_computes(undecide
     torch.save(buffer.state_dict(), file)
     file.seek(0)
     again.load_state_dict(torch.load(file, weights_only=True), {})
-    model = HFEngine.load(undecided, replaying(undecided, False), CPU, SINGLE_PROCESS, print).model
+    model = HFEngine.load(undecided, replaying(undecided, None), CPU, SINGLE_PROCESS, print).model
     seen, same = Seen(model), list[bool]()
     for sequence in sequences_of(again.groups):
         with torch.no_grad():
@@ -267,7 +267,7 @@ def test_the_gradient_is_that_of_routers_forced_by_hand(undecided: Path, correct
         assert batch.experts is not None
         assert (len(batch.experts) < batch.n_positions) == bool(correction)  # that pass has shared prompts once
     gradients, figures = update(learner, mini)
-    model = HFEngine.load(undecided, replaying(undecided, False), CPU, SINGLE_PROCESS, print).model
+    model = HFEngine.load(undecided, replaying(undecided, None), CPU, SINGLE_PROCESS, print).model
     blocks = blocks_of(model)
     for block in blocks:
         block.gate = Forced(block.gate)
@@ -282,7 +282,7 @@ def test_the_gradient_is_that_of_routers_forced_by_hand(undecided: Path, correct
     for name, parameter in model.named_parameters():
         assert float(gradients[name].abs().max()) > 1e-5, name
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
-    free = open_learner(undecided, replaying(undecided, False))
+    free = open_learner(undecided, replaying(undecided, None))
     minis = free.prepare([replace(sequence, experts=None) for sequence in sequences])
     gap, free_gap = (
         step_metrics(*x)["rollout_gap"] for x in (([mini], [figures]), (minis, [free.update(minis[0], 0)]))
@@ -305,4 +305,4 @@ def test_experts_as_vllm_returns_them(undecided: Path) -> None:
         assert found.tolist() == rows[:, 1:].reshape(5, 4).tolist()
     on_vllm = replaying(undecided, rollout={"engine": "vllm"})
     assert engine_arguments(undecided, on_vllm, CPU)["enable_return_routed_experts"]
-    assert "enable_return_routed_experts" not in engine_arguments(undecided, replaying(undecided, False), CPU)
+    assert "enable_return_routed_experts" not in engine_arguments(undecided, replaying(undecided, None), CPU)

@@ -333,8 +333,9 @@ def test_a_run_loses_no_step_to_a_reward_that_fails_and_resumes_exactly(
             begins.append(module.calls + 1)
 
     def config_named(name: str) -> Config:
-        run = {"name": name, "steps": 3, "save_every": 0}
-        return config_in(tmp_path, model_folder, run=run, reward={"calls": {"retries": 0}, "parts": parts})
+        run, sampler = {"name": name, "steps": 3, "save_every": 0}, {"filter_groups": "reward"}
+        reward = {"calls": {"retries": 0}, "parts": parts}
+        return config_in(tmp_path, model_folder, run=run, sampler=sampler, reward=reward)
 
     whole = train(config_named("whole"), Watch())
     heldout = 10 * 2  # problems, samples of each; step 2 is evaluated before step 3 begins

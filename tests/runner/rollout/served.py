@@ -112,7 +112,7 @@ class Fleet:
         """Return a small run over the first ``n`` servers, ``ahead`` steps asynchronous."""
         raw = small_recipe(**{"output_dir": str(self.folder), "eval_every": 0} | run)
         raw["model"] = {"dtype": "float32", "path": str(self.model)}
-        raw["sampler"] |= {"filter_groups": False} | ({"max_age": ahead} if ahead else {})
+        raw["sampler"] |= {"filter_groups": None} | ({"max_age": ahead} if ahead else {})
         raw["rollout"] |= self.rollout(n, ahead) | {"max_response_tokens": 6}
         return raw
 

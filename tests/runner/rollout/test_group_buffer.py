@@ -130,7 +130,7 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
 def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int, by_reward: int) -> None:
     each = (make_sample(reward >= 0.5, penalty=-index / 8) for index, reward in enumerate(rewards))
     samples = tuple(replace(sample, base_reward=reward) for sample, reward in zip(each, rewards, strict=True))
-    for filter_on, n_accepted in (("correctness", by_correctness), ("reward", by_reward), (False, 4)):
+    for filter_on, n_accepted in (("correctness", by_correctness), ("reward", by_reward), (None, 4)):
         sampler = make_sampler(filter_groups=filter_on, on_exhausted="train_partial", max_rounds=3)
         step = sampler.next(Engine(lambda i: samples))
         assert len(step.groups) == n_accepted
@@ -219,7 +219,7 @@ def test_rounds_are_sized_by_the_acceptance_so_far() -> None:
         sampler.next(hard)
     assert sampler.buffer.acceptance < 0.25
     assert 50 < max(map(len, hard.asked)) <= prompts_for(20, 0.1)  # never beyond half of the initial acceptance
-    settings = {"oversample": 1.5, "filter_groups": False}
+    settings = {"oversample": 1.5, "filter_groups": None}
     more = GroupBuffer(make_config(rollout={"engine": "server"}, sampler=settings))
     assert (more.round_size(8), more.expected(12)) == (12, 8)
 
