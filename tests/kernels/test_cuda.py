@@ -49,13 +49,24 @@ def test_the_first_row_of_the_defaults_that_fits_decides(built: bool, monkeypatc
         assert found == (expected if built else "triton")
 
 
-def test_the_default_on_hopper_ends_where_another_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On compute capability 9.0 alone, of the tensors' device, and for no row that takes another kernel."""
+    capabilities = dict(enumerate([(9, 0), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)]))
     monkeypatch.setitem(registry._reasons, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    longest = registry.CLUSTER_ROW_BYTES // 4
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    vocab, longest, in_place = 151_936, registry.CLUSTER_ROW_BYTES // 4, registry.CALLS[0]
+
+    def is_cuda(*, index: int = 0, dtype: torch.dtype = torch.float32, vocab: int = vocab, **options: Any) -> bool:
+        found = registry._cuda_default(torch.device("cuda", index), dtype, vocab, **options)
+        assert found in ("cuda", "triton")
+        return found == "cuda"
+
     assert longest == 908_800
-    for vocab, expected in ((151_935, "triton"), (151_936, "cuda"), (longest, "cuda"), (longest + 1, "triton")):
-        assert registry._cuda_default(torch.device("cuda"), torch.float32, vocab) == expected, vocab
+    assert [index for index in capabilities if is_cuda(index=index)] == [0]
+    assert [n for n in (vocab - 1, vocab, longest, longest + 1) if is_cuda(vocab=n)] == [vocab, longest]
+    assert [call for call in registry.CALLS if is_cuda(call=call)] == [in_place]
+    assert [start for start in (0, 1, 2, 4, 8) if is_cuda(starts=(0, start))] == [0, 4, 8]
+    assert not any(is_cuda(dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
 
 
 def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
