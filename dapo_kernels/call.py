@@ -47,7 +47,6 @@ class RowOptions(LossOptions, total=False):
 
 _OF_GROUPS = ("group_ids", "group_tokens")
 _OPTIONS = ("mask", "ref_logprobs", "importance_weights", "denominator", *_OF_GROUPS, "selection", "generator")
-_NAMES = tuple(RowOptions.__annotations__)  # to suggest one for a misspelled keyword
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class PolicyCall:
         mask, ref_logprobs, importance_weights, denominator, group_ids, group_tokens, selection, generator = (
             given.pop(name, None) for name in _OPTIONS
         )
-        chosen = resolve_objective(layout.caller, objective, given, also=_NAMES)
+        chosen = resolve_objective(layout.caller, objective, given)
         _check_combination(layout, chosen, old_logprobs, ref_logprobs)
         live = layout.live(mask)
         sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()

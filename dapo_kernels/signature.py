@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from inspect import Parameter
 from typing import Any, TypeVar
 
-from dapo_kernels.objectives.table import FIELDS
+from dapo_kernels.objectives.table import FIELDS, PARAMETERS
 from dapo_kernels.records import Default
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +40,7 @@ def shows_options(function: F, without: Collection[str] = ()) -> F:
     names = sorted((name for name in hints if name not in without), key=lambda name: name in FIELDS)
     shown = [_keyword(name, hints[name]) for name in names]
     function.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+    PARAMETERS[function.__qualname__.removesuffix(".__init__")] = tuple(x.name for x in (*named, *shown))
     return function
 
 

@@ -83,7 +83,7 @@ class PolicyLoss(nn.Module):
         _check_model(model)
         _check_options(options)
         given = {name: value for name, value in options.items() if name in FIELDS or name not in _NAMES}
-        resolve_objective("PolicyLoss", objective, given, also=_NAMES)
+        resolve_objective("PolicyLoss", objective, given)
         self.model = model
         self.objective = objective
         self.options = options

@@ -380,20 +380,38 @@ class ObjectiveFields(TypedDict, total=False):
     max_old_prob: float | None
 
 
-# Names of our keywords in TRL and verl.
+# The parameters of each loss, which ``shows_options`` fills in: what a message about an unknown keyword may suggest.
+PARAMETERS: dict[str, tuple[str, ...]] = {}
+# Our keywords, and their names in TRL, verl, transformers and other trainers.
 _ELSEWHERE = {
-    "epsilon": "clip_low",
-    "epsilon_high": "clip_high",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-    "clip_ratio_c": "dual_clip",
-    "delta": "dual_clip",
-    "beta": "kl_coef",
-    "loss_type": "objective",
-    "loss_agg_mode": "aggregate",
-    "importance_sampling_level": "ratio",
-    "top_entropy_quantile": "top_entropy",
-    "entropy_coeff": "entropy_coef",
+    "target_ids": ("labels",),
+    "mask": ("response_mask", "completion_mask", "loss_mask", "action_mask", "attention_mask", "ignore_index"),
+    "old_logprobs": ("old_log_prob", "old_log_probs", "old_logps", "old_per_token_logps"),
+    "ref_logprobs": ("ref_log_prob", "ref_log_probs", "ref_logps", "ref_per_token_logps"),
+    "importance_weights": ("rollout_is_weights", "tis_weights", "vllm_is_ratio", "importance_sampling_ratio"),
+    "denominator": ("num_tokens", "batch_num_tokens", "num_items_in_batch"),
+    "softcap": ("logit_softcap", "logit_softcapping", "final_logit_softcapping"),
+    "objective": ("loss_type", "loss_mode"),
+    "aggregate": ("loss_agg_mode", "reduction"),
+    "length_norm": ("loss_scale_factor", "max_completion_length"),
+    "ratio": ("importance_sampling_level",),
+    "clip_low and clip_high": ("epsilon", "clip_ratio", "cliprange", "clip_range", "clip_eps", "eps_clip"),
+    "clip_low": ("epsilon_low", "clip_ratio_low", "cliprange_low", "clip_eps_low", "eps_clip_low"),
+    "clip_high": ("epsilon_high", "clip_ratio_high", "cliprange_high", "clip_eps_high", "eps_clip_high"),
+    "dual_clip": ("clip_ratio_c", "eps_clip_c", "delta"),
+    "sapo_tau": ("tau_pos", "tau_neg", "sapo_temperature_pos", "sapo_temperature_neg"),
+    "kl_coef": ("beta", "kl_beta", "kl_coeff", "kl_loss_coef"),
+    "kl_estimator": ("kl_loss_type",),
+    "kl_through_ratio": ("use_bias_correction_kl",),
+    "entropy_coef": ("entropy_coeff",),
+    "top_entropy": ("top_entropy_quantile",),
+}
+# What differs beside the name.
+_DIFFERENCES = {
+    "attention_mask": "True where a token trains, not the prompt",
+    "ignore_index": "mask=target_ids != ignore_index",
+    "delta": "the same from 1 + clip_high on",
+    "epsilon_high": "with 'cispo', TRL's minus 1",
 }
 # Fields that only some surrogates read. Setting one for another surrogate is an error.
 _CLIPPING = ("clip", "cispo", *_DPPO)
@@ -404,11 +422,8 @@ def resolve_objective(
     caller: str,
     objective: str | Objective | Callable[..., Any],
     overrides: Mapping[str, Any],
-    also: tuple[str, ...] = (),
 ) -> Objective:
     """Return the objective of a call: a row of the table, or a function, with the fields that the call overrides.
-
-    ``also``: other keywords of the call, to suggest one for a misspelled keyword.
 
     Raises:
         ValueError: unknown name, or a field's value out of range.
@@ -428,21 +443,25 @@ def resolve_objective(
             )
         objective = Objective(surrogate=objective)
     if overrides:
-        objective = _with_overrides(caller, objective, overrides, also)
+        objective = _with_overrides(caller, objective, overrides)
     if objective.length_norm is not None and objective.aggregate != "seq-mean-token-sum-norm":
         raise ValueError(f"{caller}: length_norm is not supported with aggregate={objective.aggregate!r}: leave it out")
     return objective
 
 
-def _with_overrides(
-    caller: str, objective: Objective, overrides: Mapping[str, Any], also: tuple[str, ...]
-) -> Objective:
+def _unknown_keyword(caller: str, name: str) -> TypeError:
+    known = dict.fromkeys((*PARAMETERS.get(caller, ()), *FIELDS))
+    ours = [key.split(" and ") for key, names in _ELSEWHERE.items() if name in names]
+    near = ours[0] if ours else difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    but = f"; {_DIFFERENCES[name]}" if name in _DIFFERENCES else ""
+    hint = f" (did you mean {' and '.join(map(repr, near))}?{but})" if near and known.keys() >= set(near) else ""
+    return TypeError(f"{caller}: unknown argument {name!r}{hint}; known: {', '.join(known)}")
+
+
+def _with_overrides(caller: str, objective: Objective, overrides: Mapping[str, Any]) -> Objective:
     unknown = [name for name in overrides if name not in FIELDS]
     if unknown:
-        elsewhere = _ELSEWHERE.get(unknown[0])
-        near = [elsewhere] if elsewhere else difflib.get_close_matches(unknown[0], (*FIELDS, *also), n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near and near != unknown[:1] else ""
-        raise TypeError(f"{caller}: unknown argument {unknown[0]!r}{hint}; fields: {', '.join(FIELDS)}")
+        raise _unknown_keyword(caller, unknown[0])
     if callable(overrides.get("surrogate")):
         raise ValueError(f"{caller}: surrogate must be a name as a keyword: pass the function as objective=")
     chosen = replace(objective, **overrides)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -163,15 +164,56 @@ def test_a_schedule_of_kl_coef_may_reach_zero(changes: dict[str, Any]) -> None:
         assert torch.equal(run(function, {**fields, **changes}).loss, expected)
 
 
-KEYWORDS = {"clip_hihg": "clip_high", "epsilon": "clip_low", "loss_type": "objective", "beta": "kl_coef"}
+KEYWORDS = {
+    "clip_hihg": ("clip_high",),
+    "epsilon": ("clip_low", "clip_high"),
+    "loss_type": ("objective",),
+    "beta": ("kl_coef",),
+    "old_log_prob": ("old_logprobs",),
+    "old_per_token_logps": ("old_logprobs",),
+    "ref_per_token_logps": ("ref_logprobs",),
+    "response_mask": ("mask",),
+    "completion_mask": ("mask",),
+    "num_items_in_batch": ("denominator",),
+    "loss_scale_factor": ("length_norm",),
+    "rollout_is_weights": ("importance_weights",),
+    "sapo_temperature_pos": ("sapo_tau",),
+    "reduction": ("aggregate",),
+    "delta": ("dual_clip", "1 + clip_high"),
+    # no name of ours: position_ids is not group_ids
+    "position_ids": (),
+    "return_logprobs": (),  # nor is this ref_logprobs
+}
+SUGGESTION = re.compile(r"did you mean '(\w+)'(?: and '(\w+)')?\?")
 
 
 def test_an_unknown_name_lists_the_known_and_a_keyword_that_is_not_ours_gets_a_suggestion() -> None:
     refused(ValueError, "dapo_loss", {**good("dapo_loss"), "objective": "dapo2"}, "dapo2", *OBJECTIVES)
     for function, (keyword, ours) in itertools.product(LOSSES, KEYWORDS.items()):
-        refused(TypeError, function, {**good(function), keyword: 0.1}, repr(keyword), repr(ours), *FIELDS)
-    with pytest.raises(TypeError, match=r"^[^']*'temperature'[^']*$"):  # which other losses take
-        run("policy_loss", {**good("policy_loss"), "temperature": 1.0})
+        parameters = inspect.signature(getattr(dapo_kernels, function)).parameters
+        with pytest.raises(TypeError) as caught:
+            run(function, {**good(function), keyword: 0.1})
+        assert all(word in str(caught.value) for word in (repr(keyword), *ours, *parameters)), keyword
+        found = SUGGESTION.search(str(caught.value))
+        suggested = [name for name in found.groups() if name] if found else []
+        assert suggested == [name for name in ours if name in parameters], keyword
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "ours"),
+    [
+        ("linear_dapo_loss", "final_logit_softcapping", "softcap"),
+        ("dapo_loss", "final_logit_softcapping", None),
+        ("policy_loss", "target_id", None),
+        ("policy_loss", "temperature", None),
+        ("dapo_loss", "inplace_backwards", "inplace_backward"),
+    ],
+)
+def test_a_suggestion_is_a_keyword_of_this_function(function: str, keyword: str, ours: str | None) -> None:
+    with pytest.raises(TypeError) as caught:
+        run(function, {**good(function), keyword: 0.1})
+    found = SUGGESTION.search(str(caught.value))
+    assert (found and found[1]) == ours
 
 
 OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
