@@ -23,7 +23,8 @@ from benchmarks.tuning import TUNINGS
 from dapo_kernels.backends.registry import CLUSTER_ROW_BYTES, Default
 
 MARGIN = 0.03  # of the time: twice what runs of one kernel differ by
-LONGEST = {("in place", True): CLUSTER_ROW_BYTES}  # of rows that take the kernel measured; none for other calls
+# Of rows that take the kernel measured; none for other calls.
+LONGEST = {("in place", True): CLUSTER_ROW_BYTES, ("in place with entropy", True): CLUSTER_ROW_BYTES}
 TRITON, CUDA = BACKENDS
 Kind = tuple[str, bool, str]  # the call, whether rows are aligned, the dtype
 
@@ -43,7 +44,8 @@ def ratios(records: Sequence[dict[str, Any]]) -> dict[Kind, dict[int, float]]:
         aligned = fields["level"] == "hidden" or vocab * getattr(torch, dtype).itemsize % 16 == 0  # chunks are padded
         calls = {"hidden" if trains else "hidden, no gradient": BACKENDS}
         if fields["level"] == "logits":
-            calls = {"in place": BACKENDS, "new gradient": NEW_GRADIENTS} if trains else {"no gradient": BACKENDS}
+            in_place = "in place with entropy" if fields["entropy"] else "in place"
+            calls = {in_place: BACKENDS, "new gradient": NEW_GRADIENTS} if trains else {"no gradient": BACKENDS}
         for call, (triton, cuda) in calls.items():
             if triton in times and cuda in times:
                 of_kind = found.setdefault((call, aligned, dtype), {})
@@ -84,9 +86,6 @@ def text(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def main(paths: Sequence[Path]) -> None:
-    print(text([json.loads(path.read_text()) for path in paths], [path.name for path in paths]))
-
-
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])
+    files = [Path(argument) for argument in sys.argv[1:]]
+    print(text([json.loads(path.read_text()) for path in files], [path.name for path in files]))

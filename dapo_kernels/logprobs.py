@@ -85,7 +85,7 @@ def token_logprobs(
         check_flag(layout, "entropy", entropy)
         check_flag(layout, "inplace_backward", inplace_backward)
         request = layout.request(target_ids, temperature, layout.live(None), entropy, sampling_mask)
-        kind = call_from_logits(logits, False), starts_of_rows(logits)
+        kind = call_from_logits(logits), starts_of_rows(logits)
         backend_name = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1], *kind)
         in_place = inplace_backward and from_rows.may_work_in_place(logits)
         if in_place:

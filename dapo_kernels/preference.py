@@ -151,7 +151,7 @@ def preference_loss(
         temperature = options.pop("temperature", 1.0)
         call = PairCall.of(layout, ref_logprobs, options)
         request = layout.request(target_ids, temperature, call.live, want_entropy)
-        kind = call_from_logits(logits, False), starts_of_rows(logits)
+        kind = call_from_logits(logits), starts_of_rows(logits)
         backend_name = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1], *kind)
         in_place = in_place and from_rows.may_work_in_place(logits)
         if in_place:

@@ -101,9 +101,9 @@ BACKENDS = {
 }
 
 
-# What a call does with its rows. From logits: loss and gradient in place, in one kernel; statistics, then the gradient,
-# in two; no gradient. From hidden states the rows are those of a padded chunk.
-CALLS = ("in place", "new gradient", "no gradient", "hidden", "hidden, no gradient")
+# What a call does with its rows. From logits: loss and gradient in place, in one kernel, which with entropy is another
+# one; statistics, then the gradient, in two; no gradient. From hidden states the rows are those of a padded chunk.
+CALLS = ("in place", "in place with entropy", "new gradient", "no gradient", "hidden", "hidden, no gradient")
 
 
 class Default(NamedTuple):
@@ -121,7 +121,7 @@ class Default(NamedTuple):
 # The longest row that the kernel ``cluster_loss`` holds (csrc/cuda/tiles.h). Longer ones take a kernel that is slower.
 CLUSTER_ROW_BYTES = 16 * (222 * 2**10 - 128)
 # The first match that can run here applies. A row for the cuda backend must name a file under benchmarks/results/ in
-# which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127, without entropy and soft cap.
+# which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127.
 CUDA_DEFAULTS = (
     Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True, CLUSTER_ROW_BYTES),
     Default("triton"),
@@ -274,10 +274,11 @@ def describe_default(device: torch.device, dtype: torch.dtype) -> str:
     return "; ".join(words)
 
 
-def call_from_logits(logits: Tensor, loss_in_place: bool) -> str:
-    """Return the one of ``CALLS`` that a function of logits makes."""
-    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
-    return CALLS[0] if loss_in_place else CALLS[1] if needs_gradient else CALLS[2]
+def call_from_logits(logits: Tensor, loss_in_place: bool = False, entropy: bool = False) -> str:
+    """Return the one of ``CALLS`` that a function of logits makes. ``entropy``: whether it is computed."""
+    if loss_in_place:
+        return "in place with entropy" if entropy else "in place"
+    return "new gradient" if torch.is_grad_enabled() and logits.requires_grad else "no gradient"
 
 
 def starts_of_rows(logits: Tensor) -> tuple[int, ...]:

@@ -155,9 +155,9 @@ def test_trl_is_quoted_at_its_best_and_ours_under_the_same() -> None:
     assert "| TRL | out of the box | 40.00 | 1000 | 25 | 0.62 |" in page
 
 
-def times(vocab: int, cuda: float | None, *, new: float = 1.0, **fields: str) -> Any:
+def times(vocab: int, cuda: float | None, *, new: float = 1.0, **fields: Any) -> Any:
     """A configuration in which triton takes 1 ms; ``new``: cuda's time with a new gradient."""
-    fields = {"mode": "train", "level": "logits", "dtype": "bfloat16", **fields}
+    fields = {"mode": "train", "level": "logits", "dtype": "bfloat16", "entropy": False, **fields}
     medians = {decide.TRITON: 1.0, decide.CUDA: cuda}
     if fields["level"] == "logits" and fields["mode"] == "train":
         medians |= dict(zip(decide.NEW_GRADIENTS, (1.0, new), strict=True))
@@ -179,6 +179,9 @@ def test_cuda_takes_the_kinds_of_calls_and_rows_in_which_it_is_faster() -> None:
     assert decided(times(151_936, 1.0), small) == []  # not faster above
     assert decided(big, times(151_936, 1.2)) == decided(times(151_936, 1.2), big) == []  # the worst of two sizes
     assert decided(times(151_936, None)) == decided() == []
+    assert decided(big, times(151_936, 1.2, entropy=True)) == [("in place", True, 151_936)]  # is another kernel
+    (row,) = decide.decide([times(151_936, 0.9, entropy=True)], (9, 0))
+    assert (row.calls, row.row_bytes) == (("in place with entropy",), registry.CLUSTER_ROW_BYTES)
     # An odd vocabulary: 4 float32 logits are 16 bytes, 4 in bfloat16 are not.
     (row,) = decide.decide([times(100, 0.5, dtype="float32")], (9, 0))
     assert (row.aligned, row.row_bytes) == (True, registry.CLUSTER_ROW_BYTES)

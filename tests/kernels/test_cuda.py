@@ -69,6 +69,27 @@ def test_the_defaults_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(is_cuda(dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
 
 
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [({}, ""), ({"entropy": True}, " with entropy"), ({"entropy_coef": 0.01}, " with entropy")],
+)
+def test_the_default_on_hopper_is_not_for_entropies(
+    options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an entropy the loss in place is another kernel, which was not measured."""
+    monkeypatch.setitem(registry._reasons, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    calls: list[str] = []
+    monkeypatch.setattr(
+        registry, "_default", lambda _device, _dtype, _vocab, call, _starts: calls.append(call) or "torch"
+    )
+    logits = torch.zeros(2, 8).requires_grad_() * 1
+    dapo_kernels.dapo_loss(logits, torch.tensor([0, 1]), None, torch.ones(2), inplace_backward=True, **options)
+    assert calls == [f"in place{kernel}"]
+    found = registry._cuda_default(torch.device("cuda"), torch.float32, 151_936, *calls)
+    assert found == ("triton" if kernel else "cuda")
+
+
 def test_a_default_can_be_for_one_kind_of_call_and_for_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each public function states its own, and where its rows start."""
     seen: list[str] = []
