@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from dapo_kernels.backends import scale_
@@ -247,7 +248,7 @@ def operator(run: Callable[..., Any]) -> Operator:
 
 def plain(tensors: Sequence[Tensor]) -> bool:
     """Return whether this is an eager call with ordinary tensors, without an active mode or transform."""
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    watched = torch._C._len_torch_dispatch_stack() or _functorch.peek_interpreter_stack() is not None
     return ordinary(tensors) and not watched
 
 
@@ -255,6 +256,12 @@ def ordinary(tensors: Sequence[Tensor]) -> bool:
     """Return whether all are torch's own tensors, without subclasses."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("dapo_kernels: forward-mode derivatives (jvp, dual tensors) are not implemented")
+    transform = _functorch.peek_interpreter_stack()
+    differentiates = transform is not None and transform.key() == _functorch.TransformType.Grad
+    if differentiates and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "dapo_kernels: torch.func.grad, vjp and jacrev are not implemented: use torch.autograd.grad or backward"
+        )
     return all(type(x) in _PLAIN for x in tensors)
 
 

@@ -108,6 +108,15 @@ def test_a_second_derivative_is_refused(backend: str, kind: str) -> None:
         penalty()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_torch_func_is_refused(kind: str) -> None:
+    """PyTorch's own message is about the inside of an autograd function."""
+    case = case_of(kind)
+    leaves = [leaf.detach() for leaf in leaves_of(kind, case)]
+    with pytest.raises(NotImplementedError, match=r"torch\.autograd\.grad"):
+        torch.func.grad(lambda *x: scalar(kind, case, *(leaf * 1 for leaf in x)))(*leaves)
+
+
 def test_forward_mode_is_refused() -> None:
     case = case_of("stats")
     logits = case.leaves["logits"]
