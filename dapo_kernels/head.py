@@ -71,7 +71,10 @@ def _check_tensors(layout: Layout, hidden: Tensor, tensors: dict[str, Tensor]) -
             size = f" with H={sizes['H']} like hidden" if introduced else f"={[sizes.get(dim) for dim in dims]}"
             raise layout.fail(said, text + size, shape)
         if x.dtype != hidden.dtype:
-            raise TypeError(f"{layout.caller}: {said} must have the dtype of hidden, {hidden.dtype}; got {x.dtype}")
+            raise TypeError(
+                f"{layout.caller}: {said} must have the dtype of hidden, {hidden.dtype}, got {x.dtype}: convert one of "
+                "them, or call under torch.autocast; float32_logits=True keeps logits of 16-bit inputs in float32"
+            )
         if x.device != hidden.device:
             raise layout.fail(said, f"on {hidden.device} like hidden", x.device)
 

@@ -290,7 +290,10 @@ def _layout(
     if cu_seqlens is None:
         return layout
     if len(shape) == 2:
-        raise ValueError(f"{caller}: cu_seqlens belongs to the packed layout [T]; the input is padded {list(shape)}")
+        remedy = "pass x[0] of every [1, T] tensor" if shape[0] == 1 else "leave cu_seqlens out, and pass a mask"
+        raise ValueError(
+            f"{caller}: cu_seqlens requires the packed layout [T], got the padded layout {list(shape)}: {remedy}"
+        )
     check_tensor(caller, "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{caller}: cu_seqlens must be an int32 tensor [S+1], got {cu_seqlens.dtype}")

@@ -99,7 +99,8 @@ def unit_stride(logits: Tensor) -> Tensor:
 
 def raise_bad_target(request: RowRequest, row: int, vocab: int) -> None:
     target = int(request.target_ids[row])
-    raise IndexError(f"target_ids: token {row} is live and its id {target} is outside [0, V) = [0, {vocab})")
+    hint = f": exclude padding with mask=target_ids != {target}, or give it a valid id" if target < 0 else ""
+    raise IndexError(f"target_ids: token {row} is live and its id {target} is outside [0, V) = [0, {vocab}){hint}")
 
 
 def raise_bad_temperature(request: RowRequest, row: int) -> None:

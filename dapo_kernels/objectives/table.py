@@ -406,6 +406,12 @@ _ELSEWHERE = {
     "entropy_coef": ("entropy_coeff",),
     "top_entropy": ("top_entropy_quantile",),
 }
+# The same losses in TRL (bnpo) and verl, each with its own default clip bounds.
+_OBJECTIVES_ELSEWHERE = {
+    "bnpo": "'ppo'",
+    "gpg": "'reinforce'",
+    "vanilla": "'ppo' with dual_clip=3.0",
+}
 # What differs beside the name.
 _DIFFERENCES = {
     "attention_mask": "True where a token trains, not the prompt",
@@ -433,7 +439,7 @@ def resolve_objective(
     if isinstance(objective, str):
         # Not OBJECTIVES: torch.compile does not support a mapping proxy after the call has popped its options.
         if objective not in _ROWS:
-            raise ValueError(f"{caller}: unknown objective {objective!r}; known: {', '.join(_ROWS)}")
+            raise _unknown_objective(caller, objective)
         objective = _ROWS[objective]
     elif not isinstance(objective, Objective):
         if not callable(objective) or isinstance(objective, type):
@@ -447,6 +453,13 @@ def resolve_objective(
     if objective.length_norm is not None and objective.aggregate != "seq-mean-token-sum-norm":
         raise ValueError(f"{caller}: length_norm is not supported with aggregate={objective.aggregate!r}: leave it out")
     return objective
+
+
+def _unknown_objective(caller: str, name: str) -> ValueError:
+    spelled = name.lower().replace("-", "_")
+    near = _OBJECTIVES_ELSEWHERE.get(spelled) or (repr(spelled) if spelled in _ROWS else None)
+    hint = f" (did you mean {near}?)" if near else ""
+    return ValueError(f"{caller}: unknown objective {name!r}{hint}; known: {', '.join(_ROWS)}")
 
 
 def _unknown_keyword(caller: str, name: str) -> TypeError:
