@@ -97,11 +97,11 @@ class Watch:
         """Return whether this rank is the first to print this message. Numbers in it are not compared."""
         if self._store is None:
             return True
-        kind, rank = re.sub(r"\d+", "", text), str(self.rank)
-        if self.rank:
-            time.sleep(PRINTED_WITHIN)  # rank 0 is first where all have it; when one rank exits, the launcher ends all
+        key, rank = "printed/" + re.sub(r"\d+", "", text), str(self.rank)
         try:
-            return bool(self._store.compare_set(f"printed/{kind}", "", rank) == rank.encode())
+            if self.rank and not self._store.check([key]):
+                time.sleep(PRINTED_WITHIN)  # rank 0 is first where all have it; if one exits, the launcher ends all
+            return bool(self._store.compare_set(key, "", rank) == rank.encode())
         except RuntimeError:
             return True
 

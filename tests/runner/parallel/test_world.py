@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -219,6 +220,9 @@ def warn(rank: int, folder: Path) -> None:
     with (folder / f"{rank}.err").open("w") as errors, redirect_stderr(errors):
         for text in ("all", *(["one"] if rank == 1 else [])):
             warnings.warn(f"{text} of the ranks", stacklevel=1)
+        if rank == 2:  # what is printed already is not waited for
+            with mock.patch("time.sleep", side_effect=AssertionError):
+                warnings.warn("all of the ranks", stacklevel=1)
     notes, found = Notes(), ["all of the ranks", f"a prompt of rank {rank}"]
     score = SimpleNamespace(take_warnings=lambda: 2 * found, take_counts=dict)
     context = {"world": open_world(make_config()), "progress": notes, "worker": SimpleNamespace(episodes=None)}
