@@ -198,7 +198,7 @@ def _small(configs: Iterable[Config]) -> tuple[Config, ...]:
         few = 16 if config.live == 1 else 64  # the loss of fewer live tokens rounds by more than the check allows
         row = replace(
             config,
-            n_tokens=few if config.hidden else 8,
+            n_tokens=few if config.hidden else 2,
             vocab=160 + config.vocab % 2,
             hidden=min(config.hidden, 128),
             kinds=tuple(kind for kind in config.kinds if kind != "compile"),

@@ -41,6 +41,7 @@ from dapo_runner.preflight.packages import missing_for_runner
 
 LEAST_S = 5 if REHEARSAL else 30  # a stage is not started with less time
 TRIES = 2  # what was stopped so often is not tried again
+ALIKE = slice(1 if REHEARSAL else None)  # the first of commands whose tests a rehearsal would skip all
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ("tests/kernels/test_gpu_execution.py", "-k", "every_kernel_of_the_cuda_backend and 32003")
 STOPPED = (124, 137)  # exit statuses of ``timeout``
@@ -120,7 +121,7 @@ def card(state: State, seconds: float) -> bool:
     folders = ["kernels"] + ([] if missing_for_runner() else ["runner"])
     files = [path for folder in folders for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
     marked = [path for path in files if "mark.gpu" in path.read_text()]
-    return state.run_logged({f"gpu-1-{path.stem}.txt": _pytest(str(path)) for path in marked}, seconds)
+    return state.run_logged({f"gpu-1-{path.stem}.txt": _pytest(str(path)) for path in marked[ALIKE]}, seconds)
 
 
 def _slug() -> str:
@@ -149,9 +150,8 @@ def runner(state: State, seconds: float) -> bool:
     """Measure the trainer alone, and a run."""
     if absent := missing_for_runner():
         raise LeftOutError(f"{', '.join(absent)} not installed")
-    commands = {
-        f"gpu-5-{name}.txt": [sys.executable, "-m", "benchmarks.trainer", name] for name in (*trainer.ROWS, "run")
-    }
+    names = (*trainer.ROWS, "run")
+    commands = {f"gpu-5-{name}.txt": [sys.executable, "-m", "benchmarks.trainer", name] for name in names}
     return state.run_logged(commands, seconds)
 
 
@@ -160,7 +160,7 @@ def sanitizer(state: State, seconds: float) -> bool:
     if not REHEARSAL and shutil.which("compute-sanitizer") is None:
         raise LeftOutError("compute-sanitizer is not on the PATH")
     commands = {}
-    for tool in SANITIZER_TOOLS:
+    for tool in SANITIZER_TOOLS[ALIKE]:
         checked = ["compute-sanitizer", "--error-exitcode", "1", "--print-limit", "20", "--tool", tool]
         commands[f"gpu-6-{tool}.txt"] = [*([] if REHEARSAL else checked), *_pytest(*SANITIZED)]
     return state.run_logged(commands, seconds)

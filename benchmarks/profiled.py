@@ -22,7 +22,7 @@ CALLS = (  # dtype, V, mode, whether the gradient overwrites the logits
 if __name__ == "__main__":
     for backend in (name for name in ("triton", "cuda") if available_backends()[name] is None):
         for dtype, vocab, mode, inplace in CALLS:
-            n_tokens, vocab = (8, 160) if REHEARSAL else (4096, vocab)
+            n_tokens, vocab = (2, 160) if REHEARSAL else (4096, vocab)
             config = Config("logits", dtype, n_tokens, vocab, mode=mode, device="cuda")
             print(f"{backend}, {'in place' if inplace else 'not in place'}: {config.name}", flush=True)
             problem = build(config)

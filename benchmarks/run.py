@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import allocators, machine, report  # noqa: E402
-from benchmarks.configs import SUITES, Config  # noqa: E402
+from benchmarks.configs import REHEARSAL, SUITES, Config  # noqa: E402
 
-THREADS = len(os.sched_getaffinity(0))
+THREADS = 1 if REHEARSAL else len(os.sched_getaffinity(0))
 _LAST_LINES = 3  # of a process that died, for its record
 _TRIES = 2  # a configuration that time or a crash stopped so often is not tried again
 _MEMORY_SHARE = 0.85  # of the available memory, which a process may take
