@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,8 +93,10 @@ def _kernel(architecture: str, symbol: str, code: str, used: dict[str, int]) -> 
     found = re.search(rf"({_NAMES})_kernel(?:I(f|13__nv_bfloat16|6__half)Lb([01])E)?", symbol)
     assert found is not None, symbol
 
+    words = Counter(re.findall(r"[A-Z][\w.]+", code))  # opcodes among them
+
     def count(pattern: str) -> int:
-        return len(re.findall(pattern, code))
+        return sum(times for word, times in words.items() if re.search(pattern, word))
 
     return Kernel(
         architecture=architecture,
