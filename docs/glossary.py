@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -49,6 +50,7 @@ def rows() -> list[tuple[str, ...]]:
     return [*read_glossary(), *phases]
 
 
+@functools.cache  # the tests ask for every metric of every step that they log
 def is_documented(key: str) -> bool:
     """Return whether a logged metric has a row."""
     return any(fnmatchcase(key, pattern) for pattern, *_ in rows())
