@@ -31,8 +31,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # As `dapo` does: each collection looks at the many objects of torch and transformers.
 gc.set_threshold(50_000)
 
-# Two test workers on a two-core machine with two threads each spend their time waiting for one another.
+# Two test workers on a two-core machine with two threads each spend their time waiting for one another. The same holds
+# for the processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
