@@ -29,11 +29,11 @@ merge_norms = merge_triton_norms
 
 
 class Launch(NamedTuple):
-    """How many warps share a row, and how many rows an SM has in flight if 64 warps fill it."""
+    """How many warps share a row, and how many rows fill an SM of 64 warps."""
 
     row_bytes: int | None  # rows up to this size
     num_warps: int
-    rows_per_sm: int
+    rows_per_sm: int  # the most that the divergence has in flight (``programs_for``)
 
     def warps(self, vec: int) -> int:
         """Return how many warps share a row whose accesses take VEC logits."""
@@ -53,9 +53,8 @@ NARROW_LOADS, NARROW_WARPS = 8, 16
 # one row of 32 warps to an SM instead of two. With soft caps, mixtures of two rows and rows on other boundaries, 32
 # would spill. tests/kernels/test_triton_compile.py checks every kernel.
 FULL_SM_REGISTERS, MAX_REGISTERS = 32, 64
-# The longer the row, the more warps share it and the fewer rows are in flight, so that the second sweep over a row
-# finds it in the L2 cache. Of 8, 16 and 32 warps, 16 are the fastest for rows of 62 KiB on an H200, and 32 from 125 KiB
-# on (benchmarks/results/gpu-kernels-nvidia-h200-20261127.md). Other rows were not measured.
+# The longer the row, the more warps share it. Of 8, 16 and 32 warps, 16 are the fastest for rows of 62 KiB on an H200,
+# and 32 from 125 KiB on (benchmarks/results/gpu-kernels-nvidia-h200-20261127.md). Other rows were not measured.
 LAUNCHES = (
     Launch(12 * 2**10, 4, 16),
     Launch(24 * 2**10, 8, 8),

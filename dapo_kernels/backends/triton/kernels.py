@@ -25,7 +25,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 _PER_TOKEN = [
     "Targets", "Live", "Temperatures", "Norm", "Entropy", "DLogprobs", "DEntropy", "Weights", "Advantages",
     "OldLogprobs", "RefLogprobs", "ImportanceWeights", "Losses", "Logprobs", "LogRatio", "ClipHit", "RefKl", "Idle",
-    "DLogprob", "DLogRatio",
+    "DLogRatio",
 ]  # fmt: skip
 _PER_CALL = {
     "do_not_specialize": ["inner", "out_inner", "N"],
@@ -59,7 +59,7 @@ def _logprob(x_target, tau, top, total):
 @triton.jit
 def _row_gradient(x_target, tau, top, total, w, v, entropy, HAS_ENTROPY: tl.constexpr):
     """Return a, b and the target's entry of a gradient row; the other entries are 2^d·(a + b·d), d = (x − top)·c. The
-    derivation is in ``csrc/cpu/rows.cpp``.
+    derivation is at ``gradient_of`` in ``csrc/row_math.h``.
     """
     log_total = tl.log2(total) * LN2
     log_p = (x_target - top) / tau - log_total
