@@ -103,9 +103,10 @@ def request_for_columns(request: RowRequest, first: int, n: int) -> RowRequest:
 
 def stats_to_send(stats: RowStats, request: RowRequest) -> Tensor:
     """Return the statistics that are sent to the other ranks: [N, 4], or [N, 3] without entropy."""
-    # If all these columns are −∞, log-probs within them are NaN; in the whole row they are −∞. Triton starts a maximum
-    # at −1e38.
-    logprobs = torch.where(stats.norm[:, 0] <= -1.0e38, -torch.inf, stats.logprobs)
+    # If all these columns are −∞, log-probs within them are NaN; in the whole row they are −∞. Triton's maximum is then
+    # the smallest finite number. That of a row with a NaN is NaN.
+    nothing = stats.logprobs.isnan() & (stats.norm[:, 0] <= -3.4e38)
+    logprobs = torch.where(nothing, -torch.inf, stats.logprobs)
     # 1 is not a valid log-prob: it marks a target on another rank.
     logprobs = torch.where(request.target_ids < 0, 1.0, logprobs)
     return torch.stack([*stats.norm.unbind(-1), logprobs, *([] if stats.entropy is None else [stats.entropy])], -1)

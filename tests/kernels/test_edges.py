@@ -136,6 +136,16 @@ def test_a_nan_of_any_bits_reaches_every_logit(backend: str, entry: str) -> None
         assert bool(call(entry, case, "dapo")[1]["logits"][1].isnan().all())
 
 
+@pytest.mark.parametrize("vocab", [64, 67])
+def test_logits_near_the_smallest_number(backend: str, vocab: int) -> None:
+    """A fill of finfo.min, which masks what cannot be sampled, in the whole row or but for one logit."""
+    logits = torch.full((2, vocab), torch.finfo(torch.float32).min)
+    logits[1, 5] = -2e38
+    stats = token_logprobs(logits, torch.tensor([3, 5]), entropy=True)
+    assert stats.logprobs.tolist() == pytest.approx([-math.log(vocab), 0.0])
+    assert stats.entropy.tolist() == pytest.approx([math.log(vocab), 0.0])
+
+
 @pytest.mark.parametrize("at", [0, 15, 16, 63, 64, 66])
 def test_nan_is_found_at_every_position(backend: str, at: int) -> None:
     """SIMD maximum instructions drop a NaN operand by position: each lane and the tail must pass it on."""

@@ -65,8 +65,10 @@ def _load_capped(X, offs_v, end, softcap):
 def sweep_stats(
     X, V, c, softcap, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HAS_REST: tl.constexpr, WITH_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Return top, sum and Σ 2^d·d of one row, d = (x − top)·c. The maximum starts finite: −inf − −inf would be NaN."""
-    top = tl.full((BLOCK_V // VEC,), -1.0e38, tl.float32)
+    """Return top, sum and Σ 2^d·d of one row, d = (x − top)·c. The maximum starts at the smallest finite number: −inf −
+    −inf would be NaN.
+    """
+    top = tl.full((BLOCK_V // VEC,), -3.4028234663852886e38, tl.float32)
     total = tl.zeros((BLOCK_V // VEC,), tl.float32)
     weighted = tl.zeros((BLOCK_V // VEC,), tl.float32)
     end = V // VEC * VEC if HAS_REST else V
