@@ -116,12 +116,28 @@ def count_positive(live: Tensor, *logprobs: Tensor | None) -> Tensor:
 def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     """Return the metrics of one call, or of several (micro-batches, ranks), as plain numbers.
 
-    Sums become means per live token; those of a preference loss (``accuracy``, ``margin``, …) become means per pair;
-    ``clip_high_prob``, the probability of tokens clipped from above, becomes a mean per such token, if there is one.
-    ``tokens``, ``pairs``, ``nonfinite`` and ``positive_logprobs`` stay counts. Keys ending in ``_max`` are maxima.
-    ``positive_logprobs`` counts tokens with a log-prob above 0 in any input (on the CPU these raise an error). Without
-    a live token every mean is 0. ``entropy`` is included if a call computed it (``entropy=True``, or an objective that
-    needs it), as the mean over the live tokens of those calls. Copies the values to the host.
+    Sums become means per live token, or per pair of a preference loss. Without a live token every mean is 0. Copies the
+    values to the host. With ℓ, ℓ_old and ℓ_ref the log-probs of a token under the trained, the old and the reference
+    policy, A its advantage and ρ the ratio of the objective (its token's, exp(ℓ − ℓ_old), or its sequence's)::
+
+        tokens             number of live tokens
+        approx_kl          mean of ℓ_old − ℓ in nats, an estimate of KL(old‖new) that may be negative; 0 on-policy
+        ratio, ratio_max   mean and maximum of ρ; 1 on-policy
+        ref_kl             mean in nats of the KL estimate (``kl_estimator``) that ``kl_coef`` weighs; 0 if kl_coef=0
+        entropy            mean entropy in nats; only of calls that computed it (``entropy=True``, or the objective)
+        clip_low           share of tokens without a policy gradient because ρ < 1 − clip_low and A < 0
+        clip_high          share of tokens without a policy gradient because ρ > 1 + clip_high and A > 0
+        clip_dual          share of tokens with A < 0 whose loss is at the bound of ``dual_clip``
+        clip_high_prob     mean of exp(ℓ) over the tokens of clip_high; absent if there are none
+        nonfinite          number of tokens whose ℓ is NaN or infinite. Such inputs are not counted: ℓ_old shows in
+                           approx_kl, ℓ_ref in ref_kl, A in the loss
+        positive_logprobs  number of tokens with ℓ, ℓ_old or ℓ_ref above 0 (on the CPU an error if it is an input)
+
+    With ``cispo`` a bound counts for either sign of A and stops only the growth of the weight. With ``dppo_*`` clip_low
+    and clip_high count by the change of the probability, and clip_dual by ρ > dual_clip. With a function as objective
+    the ``clip_*`` metrics are absent. A preference loss has ``pairs``, their number, and as means per pair ``accuracy``
+    (of a positive margin), ``margin`` (reward_chosen − reward_rejected), ``reward_chosen`` and ``reward_rejected``
+    (β·Σ(ℓ − ℓ_ref), in nats), ``logprob_chosen`` and ``logprob_rejected``.
 
     Args:
         metrics: ``metrics`` of one output of a loss, or an iterable of several.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -100,6 +102,12 @@ def test_an_entropy_that_some_know_and_a_maximum_that_is_not_a_number() -> None:
         means = summarize(parts)
         assert (means["entropy"], means["tokens"]) == (pytest.approx(2.0), 7 * len(parts))
     assert all(math.isnan(summarize(parts)["ratio_max"]) for parts in ([asked, broken], [broken, asked]))
+
+
+def test_every_metric_is_defined() -> None:
+    """In a line of its own in ``help(summarize)``; the maximum beside its mean."""
+    text = inspect.getdoc(summarize) or ""
+    assert all(re.search(rf"^ +(ratio, )?{key}\b.* {{2}}", text, re.MULTILINE) for key in KEYS)
 
 
 def test_counts_are_whole(backend: str) -> None:
