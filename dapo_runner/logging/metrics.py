@@ -80,7 +80,7 @@ def sampling_metrics(stats: SamplingStats, filter_on: str | None = None, oversam
     return prefixed("sampling", values)
 
 
-def batch_metrics(groups: Iterable[Group], step: int = 0) -> dict[str, float]:
+def batch_metrics(groups: Iterable[Group], step: int) -> dict[str, float]:
     """Return the metrics of the groups that ``step`` trains on. They are means over samples, but `generation_prob`
     (Figure 7 of the DAPO paper) is a mean over tokens, and `age` a mean over groups.
     """

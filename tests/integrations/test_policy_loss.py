@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dapo_kernels import linear_dapo_loss, summarize
 from dapo_kernels.integrations.heads import LogitRule, head_of
+from dapo_kernels.integrations.probe import _distance
 from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_kernels.integrations.torch import PolicyLoss
 
@@ -324,3 +325,9 @@ def test_the_shortest_limit_of_all_layers_counts() -> None:
     config = SimpleNamespace(rope_parameters={SLIDING: longrope, FULL: BY_LAYER[FULL]}, max_position_embeddings=32)
     config.get_text_config = lambda decoder: config
     assert fixed_frequencies(config) == (16, "longrope")
+
+
+def test_the_distance_of_hidden_states_is_that_of_the_token_that_moved_most() -> None:
+    moved = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 4.5]])
+    assert _distance(moved, torch.zeros(2, 3)) == 5
+    assert _distance(moved, torch.full((2, 3), math.nan)) == math.inf

@@ -231,6 +231,26 @@ def test_a_failed_background_save_is_made_up_for(tmp_path: Path, start: Path, mo
     assert saved_steps(tmp_path) == [3]
 
 
+def test_a_stop_is_reported_when_its_step_is_saved(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is written in the background, which takes a while here."""
+    fsync, saved = os.fsync, list[list[int]]()
+
+    def late(file: int) -> None:
+        time.sleep(0.1 * (threading.current_thread() is not threading.main_thread()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", late)
+    notes = AtPhase("forward_backward", 3, lambda: send(SIGINT))
+    monkeypatch.setattr(
+        notes, "note", lambda text: saved.append(saved_steps(tmp_path) if "after step 2" in text else [])
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(rare(tmp_path, start, run={"async_save": True}), notes)
+    assert saved[-1] == [2]
+
+
 def test_a_start_that_fails_releases_the_servers(tmp_path: Path, model_folder: Path, servers: list[FakeServer]) -> None:
     config = on_servers(tmp_path, model_folder, servers)
     config.run_dir.mkdir(parents=True)

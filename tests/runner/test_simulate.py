@@ -182,6 +182,9 @@ def test_what_cannot_be_simulated_is_refused(override: str, key: str, dapo: Dapo
     dapo.refuses(key, "train", SEVEN, "--simulate", override, "parallel.rollout_tensor=1", ROOMY)
 
 
-def test_a_simulation_ends_with_whether_it_fits(model_folder: Path, dapo: Dapo) -> None:
-    given = ["model.tiny=null", f"model.path={model_folder}", "parallel.gpus=2"]
+def test_a_simulation_ends_with_whether_it_fits(
+    model_folder: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", None)  # the layers are not compiled
+    given = ["model.tiny=null", f"model.path={model_folder}", "parallel.gpus=2", "model.compile=true"]
     assert "all-gather" in dapo("train", "tiny", "--simulate", *given)

@@ -74,7 +74,7 @@ def test_batch_metrics_by_hand() -> None:
     others = {"reflection/responses": 0.0, "reflection/en": 0.0, "reflection/zh": 0.0}
     others |= {"reward/brief": 0.75, "reward/brief_std": 0.5 / math.sqrt(2), "reward/kind": 2.0, "reward/kind_std": 0.0}
     assert values == pytest.approx(prefixed("batch", expected) | others)
-    assert batch_metrics([]) == {"batch/groups": 0}
+    assert batch_metrics([], 0) == {"batch/groups": 0}
 
 
 def test_sampling_metrics_by_hand() -> None:

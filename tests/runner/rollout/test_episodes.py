@@ -329,7 +329,7 @@ class Half(talkers.Silent):
 
 def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policys_tokens() -> None:
     group = score(run("Talker")[0], reward={"overlong": {"cache_length": 8}}, rollout={"max_response_tokens": 16})
-    paid, figures, n = group.samples[0], batch_metrics([group]), run("Talker")[0][0].length
+    paid, figures, n = group.samples[0], batch_metrics([group], 0), run("Talker")[0][0].length
     assert (paid.base_reward, paid.correct, paid.length_penalty) == (1.75, True, -0.5)  # of 12 tokens, not of 80
     wanted = {"length": 12, "length_max": 12, "turns": 3, "environment_tokens": n - 12}
     assert {name: figures[f"batch/{name}"] for name in wanted} == wanted
