@@ -192,9 +192,7 @@ def _activations(config: Config, shape: ModelShape) -> int:
 def _critic_parameters(config: Config, policy: ModelShape) -> int:
     """Return the parameters of a separate critic. Its gradients and activations reuse the policy's memory."""
     critic = config.critic
-    if critic is None or critic.share_trunk:
-        return 0
-    return _parameters_of(critic.path, policy)
+    return 0 if critic is None or critic.share_trunk else _parameters_of(critic.path, policy)
 
 
 def _parameters_of(path: str | None, policy: ModelShape) -> int:

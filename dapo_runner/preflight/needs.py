@@ -85,13 +85,12 @@ def _missing(config: Config) -> Iterator[str]:
 def _models(config: Config) -> Iterator[tuple[str, str]]:
     """Yield key and name of each model that a run loads in addition to its checkpoint."""
     reference, critic, judge = config.reference_path, config.critic, config.reward.judge
-    has_critic = critic is not None and not critic.share_trunk
+    critics = [] if critic is None or critic.share_trunk else [critic.path]
     is_resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
     # Adapters, a reference and a critic start from the original model.
-    is_needed = config.model.lora is not None or (reference is None and config.uses_reference)
-    is_needed |= has_critic and critic is not None and critic.path is None
+    is_needed = config.model.lora is not None or (reference is None and config.uses_reference) or None in critics
     names = {
-        "critic.path": critic.path if has_critic and critic is not None else None,
+        "critic.path": next(iter(critics), None),
         "model.path": config.model.path if is_needed or not is_resumed else None,
         "loss.reference" if config.distillation is None else "distillation.teacher": reference,
         "reward.judge.model": judge.model if judge is not None and judge.url is None else None,

@@ -88,6 +88,8 @@ def simulate(config: Config) -> Simulation:
 
     Raises ConfigError if the model or the layout is not supported, or the model's sizes are unknown.
     """
+    if config.parallel.gpus > 1 and torch.__version__ < "2.12":  # its tracker counts whole tensors as a rank's moments
+        raise ConfigError(f"--simulate: requires torch 2.12 with several GPUs, got {torch.__version__}")
     for key in ("preference", "distillation"):
         if getattr(config, key) is not None:
             raise ConfigError(f"{key}: is not supported with --simulate")

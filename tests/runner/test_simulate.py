@@ -12,6 +12,7 @@ from builders import make_config
 from learners import world_of
 from ranks import on_ranks
 from small import Dapo
+from torch.torch_version import TorchVersion
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, load_config
@@ -33,6 +34,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PAPER, SEVEN, EIGHT = (RECIPES / f"{name}.yaml" for name in ("qwen2.5-32b", "qwen2.5-7b-8gpu", "qwen3-8b-2x8"))
 FULL, LORA = (RECIPES / f"{name}.yaml" for name in ("qwen3-8b-1gpu", "qwen3-8b-lora-1gpu"))
 
+counts_shards = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch before 2.12 counts whole tensors")
+
 
 def simulated(recipe: Path, *overrides: str) -> tuple[Config, ModelShape, Simulation]:
     config = load_config(recipe, overrides)
@@ -48,6 +51,7 @@ def with_layers(recipe: Path, n: int, folder: Path) -> str:
     return f"model.path={folder}"
 
 
+@counts_shards
 @pytest.mark.parametrize(
     ("recipe", "parameters"),  # by the models' cards
     [
@@ -135,6 +139,7 @@ LAYOUTS: list[dict[str, int]] = [
 ]
 
 
+@counts_shards
 @pytest.mark.ranks
 def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> None:
     cases: list[dict[str, Any]] = [
@@ -168,6 +173,7 @@ def test_a_recipe_that_does_not_fit() -> None:
 ROOMY = "optimizer.token_budget=99999"
 
 
+@counts_shards
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -182,6 +188,12 @@ def test_what_cannot_be_simulated_is_refused(override: str, key: str, dapo: Dapo
     dapo.refuses(key, "train", SEVEN, "--simulate", override, "parallel.rollout_tensor=1", ROOMY)
 
 
+def test_a_torch_that_counts_whole_tensors_is_refused(dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    dapo.refuses("--simulate: 2.11.0", "train", SEVEN, "--simulate")
+
+
+@counts_shards
 def test_a_simulation_ends_with_whether_it_fits(
     model_folder: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
