@@ -148,7 +148,9 @@ def compiled(
         constexprs={index[name]: value for name, value in constants.items()},
         attrs={index[name]: [["tt.divisibility", 16]] for name in types if name in ROWS[rows]},
     )
-    out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    out = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={**options, "enable_fp_fusion": True}
+    )
     tools = Path(nvidia.__file__).parent / "bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,18 @@ def test_a_capture_compiles_nothing(started: list[int], monkeypatch: pytest.Monk
     launch(capturing=False)
     launch(capturing=True)
     assert started == [3, 3]
+
+
+def test_fusion_does_not_depend_on_the_default_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Triton 3.9 warns of in every process, and 3.10 changes."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, grid, warmup, **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    triton.launch(divergence.row_divergence_kernel, 3, GPU, num_warps=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make_backend(H100).parse_options(asked[0]).enable_fp_fusion
 
 
 def test_programs_follow_the_registers_that_were_used(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
