@@ -21,7 +21,7 @@ LINES = {  # today's: lower a number when its room shrinks
     "algorithms": 1803,
     "tools": 1509,
     "logging": 1198,
-    "preflight": 969,
+    "preflight": 968,
     "data": 735,
     "environments": 370,
 }
