@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
-from benchmarks.configs import REHEARSAL
 from benchmarks.truth import Result
 
 # The cache is emptied by writing so many times its size; the size is a guess where a device does not report it.
@@ -47,7 +46,7 @@ class CpuMeter:
 
     def release(self) -> None:
         """Return freed memory to the system."""
-        gc.collect(1 if REHEARSAL else 2)  # the objects of imported modules take 0.2 s
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 
