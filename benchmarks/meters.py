@@ -68,7 +68,7 @@ class CudaMeter(CpuMeter):
         return result, begin.elapsed_time(end) / 1e3
 
     def peak(self, run: Callable[[], Result]) -> tuple[Result, int]:
-        gc.collect(1 if configs.REHEARSAL else 2)  # the objects of imported modules take 0.2 s
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -79,7 +79,7 @@ class CudaMeter(CpuMeter):
     def release(self) -> None:
         """Forget compiled code too. Raise if a call has broken the device's context: later figures would be wrong."""
         torch.cuda.synchronize()
-        gc.collect(1 if configs.REHEARSAL else 2)  # the objects of imported modules take 0.2 s
+        gc.collect()
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()
         torch.cuda.empty_cache()
