@@ -25,7 +25,7 @@ from benchmarks.bench_ranks import recipe
 from benchmarks.report import markdown_table
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import parse_config
+from dapo_runner.config import Config, parse
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rollout.engine import BatchCall, Groups, engine_class
@@ -62,7 +62,7 @@ class Bench:
         raw["run"]["threads"] = THREADS
         raw["optimizer"] |= {"token_budget": 8192, "mini_batch_size": EPISODES}
         kind = "benchmarks.bench_environments:Listener"
-        self.config = parse_config(raw | {"env": {"kind": kind, "max_turns": TURNS, "max_turn_tokens": TOKENS}})
+        self.config = parse(raw | {"env": {"kind": kind, "max_turns": TURNS, "max_turn_tokens": TOKENS}}, Config)
         device = torch.device("cpu")
         tokenizer = load_tokenizer(model, self.config.model)
         self.engine = engine_class(self.config).load(model, self.config, device, SINGLE_PROCESS, print)

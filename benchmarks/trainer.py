@@ -81,7 +81,7 @@ def save_random_smollm2(folder: Path) -> None:
 def measure_trainer(name: str, device: str) -> str:
     """Return a page with the median of the updates after the first, and the peak memory."""
     from dapo_runner.algorithms.learner import Learner
-    from dapo_runner.config import parse_config
+    from dapo_runner.config import Config, parse
     from dapo_runner.policy.attention import PACKED_ATTENTION, choose_kernel, register_packed_attention
     from dapo_runner.policy.lora import add_adapters
     from dapo_runner.policy.model import Policy
@@ -90,15 +90,14 @@ def measure_trainer(name: str, device: str) -> str:
     row = ROWS[name]
     lora = {"lora": {"rank": row.lora_rank, "alpha": 32, "targets": "all-linear"}} if row.lora_rank else {}
     dtype = str(DTYPE).removeprefix("torch.")
-    config = parse_config(
-        {
-            "model": {"path": "random", "dtype": dtype, "gradient_checkpointing": True, **lora},
-            "data": {"format": "arithmetic"},
-            "rollout": {"engine": "hf", "max_prompt_tokens": 1, "max_response_tokens": POSITIONS - 1},
-            "reward": {"overlong": {"soft_punishment": False}},
-            "optimizer": {"lr": 1e-6, "token_budget": POSITIONS, "mini_batch_size": None},
-        }
-    )
+    raw = {
+        "model": {"path": "random", "dtype": dtype, "gradient_checkpointing": True, **lora},
+        "data": {"format": "arithmetic"},
+        "rollout": {"engine": "hf", "max_prompt_tokens": 1, "max_response_tokens": POSITIONS - 1},
+        "reward": {"overlong": {"soft_punishment": False}},
+        "optimizer": {"lr": 1e-6, "token_budget": POSITIONS, "mini_batch_size": None},
+    }
+    config = parse(raw, Config)
     register_packed_attention()
     model = random_model("qwen3", row.sizes, device, POSITIONS, PACKED_ATTENTION)
     if config.model.lora is not None:

@@ -14,7 +14,7 @@ import yaml
 
 from dapo_kernels import OBJECTIVES, Objective
 from dapo_runner.cli import COMMANDS
-from dapo_runner.config import Config, flatten, lay_settings, parse_config, read_recipe
+from dapo_runner.config import Config, flatten, lay_settings, parse, read_recipe
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.config.commands import ConvertConfig, SftConfig, StudyConfig
 from dapo_runner.config.reading import every_key, may_change
@@ -191,7 +191,7 @@ def test_settings_of_a_snippet_are_accepted(name: str) -> None:
     first, *others = [yaml.safe_load(snippet) for snippet in snippets(DOCS[name], "yaml")]
     raw = lay_settings(read_recipe(ROOT / "recipes" / "tiny.yaml"), first)
     for settings in ({}, *others):
-        assert parse_config(lay_settings(raw, settings)).algorithm in ALGORITHMS
+        assert parse(lay_settings(raw, settings), Config).algorithm in ALGORITHMS
 
 
 @pytest.mark.parametrize("package", ["verl", "trl"])

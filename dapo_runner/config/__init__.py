@@ -17,7 +17,6 @@ from dapo_runner.config.reading import (
     dump_config,
     load_config,
     parse,
-    parse_config,
     read_recipe,
 )
 from dapo_runner.config.reward import AuxiliaryModel, JudgeConfig, JudgePrompt, OverlongConfig, RewardConfig

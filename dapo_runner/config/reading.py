@@ -72,13 +72,8 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     return raw
 
 
-def parse_config(raw: Mapping[str, Any]) -> Config:
-    """Validate nested dicts, as read from YAML. Raises ConfigError."""
-    return parse(raw, Config)
-
-
 def parse(raw: Mapping[str, Any], kind: type[C]) -> C:
-    """Validate nested dicts as ``kind``. Raises ConfigError."""
+    """Validate nested dicts, as read from YAML, as ``kind``. Raises ConfigError."""
     try:
         section = kind.model_validate(raw)
     except ValidationError as error:

@@ -58,14 +58,15 @@ def counts_of(group: Group) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of a step on rank 0, empty on other ranks. `on_exhausted: train_partial` can leave it short.
+    """The groups of a step on rank 0, empty on other ranks.
 
-    ``segments``: metrics of segment advantages. ``continued``: number of tokens generated to estimate values.
+    ``shortfall`` says why there are too few, with `on_exhausted: train_partial`. ``segments``: metrics of segment
+    advantages. ``continued``: number of tokens generated to estimate values.
     """
 
     groups: list[Group] = field(default_factory=list)
     stats: SamplingStats = field(default_factory=SamplingStats)
-    is_short: bool = False
+    shortfall: str = ""
     segments: Mapping[str, float] = field(default_factory=dict)
     continued: int = 0
 
@@ -121,12 +122,13 @@ class GroupBuffer:
 
     def take_step(self) -> SampledStep:
         """Return the finished step. Raises SamplingExhaustedError if it is short and `on_exhausted` is `error`."""
-        if self.missing and self.config.on_exhausted == "error":
-            raise SamplingExhaustedError(f"{self._describe_shortfall(self.stats)} Or set sampler.on_exhausted.")
-        n_groups, stats, is_short = self.config.prompts_per_step, self.stats, bool(self.missing)
+        shortfall = self._describe_shortfall() if self.missing else ""
+        if shortfall and self.config.on_exhausted == "error":
+            raise SamplingExhaustedError(f"{shortfall} Or set sampler.on_exhausted.")
+        n_groups, stats = self.config.prompts_per_step, self.stats
         groups, self.groups, self.stats = self.groups[:n_groups], self.groups[n_groups:], SamplingStats()
         stats["carried_out"] = len(self.groups)
-        return SampledStep(groups, stats, is_short)
+        return SampledStep(groups, stats, shortfall)
 
     def spread(self, groups: Sequence[Group], n: int) -> tuple[list[Group], dict[str, float]]:
         """Return at most ``n`` samples of each group in ``waiting`` and of each of the step's ``groups``, and metrics.
@@ -160,11 +162,8 @@ class GroupBuffer:
             needed = min(prompts_for(missing, self.acceptance), ceiling)
         return round(self.config.oversample * needed)
 
-    def notes(self, sampled: SampledStep) -> list[str]:
-        """Return notes about a step for the console."""
-        return [self._describe_shortfall(sampled.stats)] if sampled.is_short else []
-
-    def _describe_shortfall(self, n: SamplingStats) -> str:
+    def _describe_shortfall(self) -> str:
+        n = self.stats
         hint = " (sampler.filter_groups=reward accepts them)" if self.config.filter_groups == "correctness" else ""
         return (
             f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "

@@ -224,8 +224,8 @@ class Run(TrainingRun):
             figures |= prefixed("async", self.sampler.metrics(sampled.groups))
         log.step(step, figures, sampled.groups, trained.sequences, self.learner.token_values)
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
-        for note in self.sampler.buffer.notes(sampled):
-            self.progress.note(note)
+        if sampled.shortfall:
+            self.progress.note(sampled.shortfall)
         return sampled.generated
 
     def evaluate(self, step: int) -> None:

@@ -20,7 +20,7 @@ import dapo_kernels
 from benchmarks import gpu, machine
 from benchmarks.bench_ranks import recipe
 from benchmarks.tuning import TUNINGS
-from dapo_runner.config import parse_config
+from dapo_runner.config import Config, parse
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -143,7 +143,7 @@ def test_a_copy_without_git_has_the_commit_of_its_bundle(tmp_path: Path, monkeyp
 
 
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
-    parse_config(recipe("a model", str(tmp_path), 64, 4, max_response_tokens=512, engine="vllm"))
+    parse(recipe("a model", str(tmp_path), 64, 4, max_response_tokens=512, engine="vllm"), Config)
 
 
 def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import Output
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack_shares
-from dapo_runner.config import Config, TinyModelConfig, parse_config
+from dapo_runner.config import Config, TinyModelConfig, parse
 from dapo_runner.types import Completion, Group, PackedBatch, Prompt, Sample, Sequence, TruncatedSupport, Verdict
 
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
@@ -36,7 +36,7 @@ def make_config(**sections: Any) -> Config:
     }
     for name, values in sections.items():
         raw[name] = {**raw.get(name, {}), **values}
-    return parse_config(raw)
+    return parse(raw, Config)
 
 
 def make_prompt(name: str = "p", n_tokens: int = 3, answer: str = "7") -> Prompt:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, parse_config
+from dapo_runner.config import Config, parse
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 
@@ -61,7 +61,7 @@ def recipe_in(folder: Path, start: Path | None = None, /, **sections: Any) -> di
 
 
 def config_in(folder: Path, start: Path | None = None, /, **sections: Any) -> Config:
-    return parse_config(recipe_in(folder, start, **sections))
+    return parse(recipe_in(folder, start, **sections), Config)
 
 
 def write_recipe(folder: Path, start: Path | None = None, /, **run: Any) -> Path:

@@ -22,9 +22,9 @@ from small import Dapo, Notes, events_of, write_recipe
 
 from dapo_kernels.backends import cuda_build, registry
 from dapo_runner.cli import main
+from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepGivenUpError
-from dapo_runner.preflight import doctor
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.reward import RewardError
 from dapo_runner.rollout.episodes import EpisodeError

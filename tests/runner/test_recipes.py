@@ -13,7 +13,7 @@ from builders import snippets_of
 from small import SEGMENTS, Dapo
 
 from dapo_kernels import OBJECTIVES
-from dapo_runner.config import load_config, parse_config
+from dapo_runner.config import Config, load_config, parse
 from dapo_runner.config.section import flatten
 from dapo_runner.preflight.dry_run import departures, summarize
 from dapo_runner.preflight.memory import GPU_MEMORY, memory_estimate, model_shape
@@ -151,9 +151,9 @@ def test_the_settings_of_spo_and_the_cost_that_its_page_states() -> None:
     }
     recipe = {"model": {"path": "a/model"}, "data": {"path": "train.jsonl"}}
     for kind, sizes in papers.items():
-        assert not departures(parse_config(recipe | {"algorithm": f"spo_{kind}"} | sizes))
-        parse_config(recipe | yaml.safe_load(snippets[kind]))
-    tree = parse_config(recipe | yaml.safe_load(snippets["tree"])).tree
+        assert not departures(parse(recipe | {"algorithm": f"spo_{kind}"} | sizes, Config))
+        parse(recipe | yaml.safe_load(snippets[kind]), Config)
+    tree = parse(recipe | yaml.safe_load(snippets["tree"]), Config).tree
     assert tree is not None
     cost = (6 + 36) * tree.tokens + 216 * (2048 - 2 * tree.tokens)  # 6 · 6 · 6 children
     assert f"{cost:,} tokens, {cost / (216 * 2048):.2f}" in " ".join(page("spo").split())

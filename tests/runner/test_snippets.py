@@ -20,7 +20,7 @@ from small import Dapo, Notes, events_of, steps_of, write_recipe
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.cli import main
-from dapo_runner.config import AdvantageConfig, Config, flatten, load_config, parse_config
+from dapo_runner.config import AdvantageConfig, Config, flatten, load_config, parse
 from dapo_runner.config.run import EarlyStopConfig
 from dapo_runner.data.dataset import load_data
 from dapo_runner.files import read_jsonl
@@ -59,7 +59,7 @@ def config_of(*snippets: str) -> Config:
     raw: dict[str, Any] = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}}
     for name in snippets:
         raw |= yaml.safe_load(SNIPPETS[name])
-    return parse_config(raw)
+    return parse(raw, Config)
 
 
 def score(config: Config, *texts: str) -> Group:
@@ -108,7 +108,7 @@ def test_a_whole_recipe(snippet: str, function: str | None) -> None:
     raw = yaml.safe_load(SNIPPETS["recipe"]) | yaml.safe_load(SNIPPETS[snippet])
     if function is not None:
         raw["advantage"]["kind"] = function
-    assert steps_of(train(parse_config(raw), Notes()), "train/lr") == [1e-6, 1e-6]
+    assert steps_of(train(parse(raw, Config), Notes()), "train/lr") == [1e-6, 1e-6]
 
 
 def advantages_of(groups: list[Group], function: str) -> list[float]:
@@ -158,13 +158,13 @@ def test_slow_rewards_and_those_of_trl() -> None:
     assert [sample.base_reward for sample in score(config, "7", "b").samples] == [1.0, 0.0]
     raw = json.loads(config.model_dump_json())
     raw["reward"]["kind"] = "my_rewards:number"
-    assert [sample.base_reward for sample in score(parse_config(raw), "a 1", "b").samples] == [1.0, 0.0]
+    assert [sample.base_reward for sample in score(parse(raw, Config), "a 1", "b").samples] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in CODE])
 def test_every_key_of_a_snippet_is_a_setting_and_has_its_value(name: str) -> None:
     written = yaml.safe_load(OPTIONS[name])
-    config = parse_config({"model": {"tiny": {}}, "data": {"path": "x.jsonl"}} | written)
+    config = parse({"model": {"tiny": {}}, "data": {"path": "x.jsonl"}} | written, Config)
     assert flatten(written).items() <= flatten(config.model_dump(mode="json")).items()
 
 

@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 from small import small_recipe
 
-from dapo_runner.config import load_config, parse_config
+from dapo_runner.config import Config, load_config, parse
 from dapo_runner.data.arithmetic import ArithmeticProblem
 from dapo_runner.preflight.amx import VARIABLE, WITHOUT_AMX, disable_broken_amx
 from dapo_runner.run.tiny_model import (
@@ -40,7 +40,7 @@ def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
     def warm_up(**warmup: float | str) -> list[str]:
         raw = small_recipe(output_dir=str(tmp_path))
         raw["model"]["tiny"]["warmup"] |= warmup
-        config, lines = parse_config(raw), list[str]()
+        config, lines = parse(raw, Config), list[str]()
         assert ensure_tiny_model(config, tmp_path / "model", lines.append) == tmp_path / "model"
         return lines
 
@@ -83,7 +83,7 @@ def test_turns_that_cannot_be_shown_are_refused(shown: str, monkeypatch: pytest.
     raw = small_recipe()
     raw["model"]["tiny"]["warmup"] |= {"steps": 1, "turns": "examples.turns:shown"}
     with refused("model.tiny.warmup.turns", parts=["examples.turns:shown", "47+85", "132"]):
-        _encode(ArithmeticProblem("+", (47, 85)), make_tokenizer(), parse_config(raw), random.Random(0))
+        _encode(ArithmeticProblem("+", (47, 85)), make_tokenizer(), parse(raw, Config), random.Random(0))
 
 
 @pytest.mark.parametrize("drawn", [0.0, 1.0])

@@ -14,7 +14,7 @@ from dapo_runner.config import (
     flatten,
     lay_settings,
     load_config,
-    parse_config,
+    parse,
     read_recipe,
 )
 from dapo_runner.errors import ConfigError
@@ -80,7 +80,7 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
             folder = str(study.folder_of_runs / "runs" / variant.name)
             run_settings = {"seed": seed, "name": f"seed_{seed}", "output_dir": folder, "threads": study.threads}
             try:
-                config = parse_config(lay_settings(lay_settings(raw, overrides), {"run": run_settings}))
+                config = parse(lay_settings(lay_settings(raw, overrides), {"run": run_settings}), Config)
             except ConfigError as error:
                 raise ConfigError("\n".join(f"{variant.name}: {line}" for line in str(error).splitlines())) from error
             runs.append(StudyRun(variant.name, seed, config))
@@ -96,7 +96,7 @@ def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
     for seed in study.seeds if study.start != "each" else ():
         folder = _start_of(study, seed)
         raw = lay_settings(read_recipe(base), study.overrides)
-        config = parse_config(lay_settings(raw, {"run": {"seed": seed, "threads": study.threads}}))
+        config = parse(lay_settings(raw, {"run": {"seed": seed, "threads": study.threads}}), Config)
         if config.model.tiny is None:
             raise ConfigError(f"start: expected 'each' where the base has no model.tiny, got {study.start!r}")
         if not folder.exists():

@@ -13,7 +13,7 @@ from builders import make_config
 from refusals import refused
 
 from dapo_runner.cli import main
-from dapo_runner.config import Config, lay_over, parse_config
+from dapo_runner.config import Config, lay_over, parse
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.needs import check_needs
 
@@ -34,7 +34,7 @@ def test_an_objective_that_there_is_not_is_refused() -> None:
 
 
 def matched(**sections: Any) -> Config:
-    return parse_config({**SMALL, "numerics": "matched", **sections})
+    return parse({**SMALL, "numerics": "matched", **sections}, Config)
 
 
 def test_matched_sets_every_part_and_a_recipe_overrides_each() -> None:
@@ -81,7 +81,7 @@ def test_the_snippets_of_the_page_run_and_its_table_is_the_measured_one(capsys: 
     assert {kind for kind, _ in snippets} == {"yaml", ""}
     for kind, snippet in snippets:
         if kind == "yaml":
-            parse_config(lay_over(SMALL, yaml.safe_load(snippet)))
+            parse(lay_over(SMALL, yaml.safe_load(snippet)), Config)
         elif snippet.startswith("dapo"):
             assert main(shlex.split(snippet)[1:]) == 0
     assert "model.dtype=bfloat16" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import yaml
 from builders import snippets_of, write_rows
 
 from dapo_runner.commands.recipes import find_recipe
-from dapo_runner.config import apply_overrides, load_config, parse_config
+from dapo_runner.config import Config, apply_overrides, load_config, parse
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.train import train
@@ -48,7 +48,7 @@ def test_the_recipe_runs_with_answers_and_without(
     write_rows(Path("unanswered.jsonl"), [{"question": f"{i}+2="} for i in range(24)])
     for name, overrides in (("answered", []), ("unanswered", UNANSWERED)):
         recipe = apply_overrides(yaml.safe_load(SNIPPETS["recipe"]), [*SMALL, f"run.name={name}", *overrides])
-        events = read_jsonl(train(parse_config(recipe), Progress()) / "metrics.jsonl")
+        events = read_jsonl(train(parse(recipe, Config), Progress()) / "metrics.jsonl")
         (step,) = (event for event in events if event["kind"] == "step")
         assert step["train/loss"] == pytest.approx(0, abs=1e-6)
         assert step["train/updates"] == 1

@@ -25,7 +25,7 @@ from dapo_runner.config import (
     dump_config,
     flatten,
     load_config,
-    parse_config,
+    parse,
 )
 from dapo_runner.config.algorithms import ALGORITHMS
 from dapo_runner.preflight.dry_run import departures, describe_algorithm
@@ -40,7 +40,7 @@ def config_of(*overrides: str) -> Config:
     """A run that leaves to its algorithm what an algorithm decides."""
     recipe = small_recipe()
     del recipe["optimizer"]["mini_batch_size"]
-    return parse_config(apply_overrides(recipe, ["sampler.prompts_per_step=128", *overrides]))
+    return parse(apply_overrides(recipe, ["sampler.prompts_per_step=128", *overrides]), Config)
 
 
 def accuracy(name: str) -> str:

@@ -14,16 +14,7 @@ import yaml
 from builders import make_config
 from refusals import refused
 
-from dapo_runner.config import (
-    Config,
-    SftConfig,
-    TreeShape,
-    apply_overrides,
-    cautions,
-    dump_config,
-    load_config,
-    parse_config,
-)
+from dapo_runner.config import Config, SftConfig, TreeShape, apply_overrides, cautions, dump_config, load_config, parse
 from dapo_runner.config.reading import every_key, may_change, section_of
 from dapo_runner.config.section import Section, conditions_of
 from dapo_runner.errors import ConfigError
@@ -69,7 +60,7 @@ def test_overrides_are_yaml_and_leave_their_input_alone() -> None:
     assert merged == {"a": {"b": None, "c": 2, "d": {"e": ["1", "x"]}}, "f": "a=b"}
     assert raw == {"a": {"b": 1, "c": 2}}
     for override in (["optimizer.lr=1e-4"], ["--optimizer.lr=1e-4"], ["--optimizer.lr", "1e-4"]):
-        assert parse_config(apply_overrides(yaml.safe_load(MINIMAL), override)).optimizer.lr == 1e-4
+        assert parse(apply_overrides(yaml.safe_load(MINIMAL), override), Config).optimizer.lr == 1e-4
 
 
 @pytest.mark.parametrize(

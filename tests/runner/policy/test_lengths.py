@@ -15,7 +15,7 @@ from small import small_recipe, write_recipe
 from transformers import GPT2Config, LlamaConfig, MambaConfig, Phi3Config, Qwen2MoeConfig
 
 from dapo_runner.cli import main
-from dapo_runner.config import ModelConfig, parse_config
+from dapo_runner.config import Config, ModelConfig, parse
 from dapo_runner.policy.lengths import check_length, check_lengths
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 32}
@@ -91,11 +91,11 @@ def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
     raw = small_recipe()
     for name in ("good", "nowhere"):
         raw["model"] = {"path": f"some/{name}"}
-        check_lengths(parse_config(raw), f"some/{name}", download=False)
+        check_lengths(parse(raw, Config), f"some/{name}", download=False)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("model.path: some/nowhere ")
     with refused("rollout.max_response_tokens"):
-        check_lengths(parse_config(raw), "some/bad", download=False)
+        check_lengths(parse(raw, Config), "some/bad", download=False)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_windows_that_vllm_ignores_are_refused(
     recipe["model"] = {"path": str(tmp_path)}
     recipe["rollout"] |= {"engine": engine, "max_prompt_tokens": 8, "max_response_tokens": response}
     with refused("rollout.engine") if is_ignored else nullcontext():
-        check_lengths(parse_config(recipe), tmp_path, download=False)
+        check_lengths(parse(recipe, Config), tmp_path, download=False)

@@ -21,7 +21,7 @@ from refusals import refused
 from small import AtPhase, Dapo, Notes, events_of, small_recipe, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_runner.config import Config, ConfigError, JudgePrompt, parse_config
+from dapo_runner.config import Config, ConfigError, JudgePrompt, parse
 from dapo_runner.errors import RunError
 from dapo_runner.rewards.judge import MAX_CHARACTERS, Judge, Judgement, Question, Questioner, VerdictLog
 from dapo_runner.rewards.reward import RewardError
@@ -257,7 +257,7 @@ def test_both_words_are_tried_before_a_run(tmp_path: Path, dapo: Dapo) -> None:
 @pytest.mark.parametrize("engine", ["hf", "endpoint"])
 def test_the_snippets_of_the_page(engine: str) -> None:
     raw = {"model": {"tiny": {}}, "data": {"format": "arithmetic"}} | yaml.safe_load(snippets_of("judge")[engine])
-    assert (parse_config(raw).reward.judge.url is None) == (engine == "hf")
+    assert (parse(raw, Config).reward.judge.url is None) == (engine == "hf")
 
 
 # Its prompt
@@ -337,7 +337,7 @@ def run_with(judge: dict[str, Any], folder: Path) -> Config:
     raw["model"] = {"path": judge["model"], "dtype": "float32"}
     raw["reward"] |= {"kind": "judge", "judge": judge}
     raw["sampler"] |= {"filter_groups": "reward"}
-    return parse_config(raw)
+    return parse(raw, Config)
 
 
 def interrupt() -> None:

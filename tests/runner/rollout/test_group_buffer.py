@@ -102,9 +102,9 @@ def test_any_groups_any_limits_and_a_resume_anywhere(
         assert stats["tokens"] == stats["generated"] == step.generated == sum(one.completion.length for one in every)
         assert stats["reward"] == pytest.approx(sum(one.base_reward + one.length_penalty for one in every))
         assert stats["rounds"] == len(engine.asked) - n_rounds <= max_rounds
-        assert step.is_short == (len(step.groups) < wanted) == bool(sampler.buffer.notes(step))
+        assert bool(step.shortfall) == (len(step.groups) < wanted)
         assert len(step.groups) <= wanted
-        if step.is_short:
+        if step.shortfall:
             assert stats["rounds"] == max_rounds
             assert not sampler.buffer.groups  # it gets everything
         assert stats["carried_out"] == len(sampler.buffer.groups)
@@ -134,8 +134,7 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         sampler = make_sampler(filter_groups=filter_on, on_exhausted="train_partial", max_rounds=3)
         step = sampler.next(Engine(lambda i: samples))
         assert len(step.groups) == n_accepted
-        hints = [note for note in sampler.buffer.notes(replace(step, is_short=True)) if "sampler.filter_groups" in note]
-        assert bool(hints) == (filter_on == "correctness")
+        assert ("sampler.filter_groups" in step.shortfall) == (n_accepted == 0 and filter_on == "correctness")
         assert (sampler.buffer.acceptance > 0.5) == (n_accepted > 0)
         assert step.stats["varying_reward_only"] == (step.stats["groups"] if by_reward > by_correctness else 0)
         shares = sampling_metrics(step.stats, "reward")

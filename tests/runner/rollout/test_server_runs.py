@@ -11,7 +11,7 @@ from fake_server import GENERATE, UPDATE, Answer
 from served import Fleet
 from small import events_of
 
-from dapo_runner.config import parse_config
+from dapo_runner.config import Config, parse
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import N_PROMPTS, OutOfSyncError
@@ -28,7 +28,7 @@ def test_prompts_beyond_those_that_a_step_needs_are_dropped(model_fleet: Fleet) 
             fleet.hang(body)
 
     fleet.hook(hang_now_and_then)
-    first, second = events_of(train(parse_config(raw), Progress()))
+    first, second = events_of(train(parse(raw, Config), Progress()))
     assert (first["sampling/groups"], first["sampling/dropped"]) == (4, 2)
     assert first["batch/groups"] == second["batch/groups"] == 4
 
@@ -66,7 +66,7 @@ def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(ah
     raw["rollout"]["max_batch_sequences"] = raw["rollout"]["group_size"]  # a server has two prompts of four at a time
     raw["rollout"]["server"]["sync_within"] = 120
     with pytest.raises(OutOfSyncError, match=fleet[1].url):
-        train(parse_config(raw), Progress())
+        train(parse(raw, Config), Progress())
     assert works_again.is_set()
     assert ahead or all(event["train/rollout_gap"] < 1e-4 for event in events_of(fleet.folder / "small"))
 
@@ -87,7 +87,7 @@ def test_losing_the_servers_loses_no_step(fails: str, model_fleet: Fleet) -> Non
 
     server.hooks["/resume" if fails == "killed" else UPDATE] = fail
     with pytest.raises(OutOfSyncError if fails == "probe" else RolloutError):
-        train(parse_config(losing(fleet, 1, 1, steps=60, save_every=100)), Progress())
+        train(parse(losing(fleet, 1, 1, steps=60, save_every=100), Config), Progress())
     folder = fleet.folder / "small"
     steps = [event["step"] for event in events_of(folder)]
     assert steps[-1] >= 4
@@ -96,7 +96,7 @@ def test_losing_the_servers_loses_no_step(fails: str, model_fleet: Fleet) -> Non
         return
     server.hooks.clear()
     server.start()
-    resumed = events_of(train(parse_config(losing(fleet, 1, 1, steps=steps[-1] + 2, save_every=100)), Progress()))
+    resumed = events_of(train(parse(losing(fleet, 1, 1, steps=steps[-1] + 2, save_every=100), Config), Progress()))
     assert [step["step"] for step in resumed] == list(range(1, steps[-1] + 3))
     for step in resumed:
         assert step["batch/age_max"] <= 2

@@ -20,7 +20,7 @@ from small import SEGMENTS, events_of, small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, TinyModelConfig, apply_overrides, parse_config
+from dapo_runner.config import Config, TinyModelConfig, apply_overrides, parse
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
@@ -233,7 +233,7 @@ def raw_run(folder: Path, start: Path | None = None, /, **run: Any) -> dict[str,
 
 
 def whole_run(folder: Path, start: Path | None = None, /, **run: Any) -> Path:
-    return train(parse_config(raw_run(folder, start, **run)), Progress())
+    return train(parse(raw_run(folder, start, **run), Config), Progress())
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_a_whole_run(whole: Path) -> None:
 @pytest.mark.parametrize("overrides", [*SEGMENTS.values(), REPLAY])
 def test_log_probs_of_a_run_are_the_learners(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     """Of several calls, and of truncated distributions."""
-    run = train(parse_config(apply_overrides(raw_run(tmp_path, whole, steps=1), overrides)), Progress())
+    run = train(parse(apply_overrides(raw_run(tmp_path, whole, steps=1), overrides), Config), Progress())
     (step,) = events_of(run)
     assert step["train/tokens"] > 0
     assert max(step["sync/gap"], step["train/rollout_gap"]) < 1e-4

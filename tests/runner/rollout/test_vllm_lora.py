@@ -14,7 +14,7 @@ from small import events_of
 from test_vllm import CPU, load_learner, prober, pytestmark, raw_run, tiny, tiny_config
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, parse_config
+from dapo_runner.config import Config, parse
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.rollout.vllm import VLLMEngine
@@ -85,7 +85,7 @@ def test_a_run_and_its_resume(tmp_path: Path) -> None:
         raw = raw_run(tmp_path / name, steps=steps)
         raw["model"]["lora"] = {"rank": 4, "alpha": 32}
         raw["optimizer"]["lr"] = 5e-2
-        return train(parse_config(raw), Progress())
+        return train(parse(raw, Config), Progress())
 
     whole = run("whole", 2)
     run("again", 1)

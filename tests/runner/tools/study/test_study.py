@@ -32,7 +32,7 @@ from small import Dapo, small_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.commands import study as study_command
-from dapo_runner.config import ConfigError, dump_config, lay_settings, parse, parse_config, read_recipe
+from dapo_runner.config import Config, ConfigError, dump_config, lay_settings, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig
 from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
@@ -385,7 +385,7 @@ def test_what_the_documentation_shows() -> None:
     study = parse(yaml.safe_load(snippets["study"]), StudyConfig)
     assert [run.config.loss.overrides for run in plan_runs(study, tiny)[:3]] == [{}, {"clip_high": 0.28}, {}]
     warm_up = lay_settings(yaml.safe_load(tiny.read_text()), yaml.safe_load(snippets["warm-up"]))
-    assert parse_config(warm_up).data.arithmetic.even_digits
+    assert parse(warm_up, Config).data.arithmetic.even_digits
 
 
 @pytest.mark.ranks
