@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,5 @@ def import_function(key: str, use: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: expected module:name, importable from here, got {use!r} ({error})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = ", ".join(get_close_matches(function_name, known) or known[:5]) or "none"
-        raise ConfigError(f"{key}: expected a function or class of {module_name} ({near}), got {function_name!r}")
+        raise ConfigError(f"{key}: expected a function or class of {module_name}, got {function_name!r}")
     return function

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
+from dapo_runner.config.run import is_cuda
 from dapo_runner.config.section import flatten, lay_over, lay_settings
 
 
@@ -115,9 +114,7 @@ def with_numerics(raw: Any) -> Any:
     if not isinstance(raw, Mapping) or raw.get("numerics") != "matched":
         return raw
     settings, given = dict(MATCHED), flatten(raw)
-    device = given.get("run.device", "auto")
-    has_gpu = torch.cuda.is_available() if device == "auto" else str(device).startswith("cuda")
-    if given.get("rollout.engine", "hf") == "hf" or not has_gpu:
+    if given.get("rollout.engine", "hf") == "hf" or not is_cuda(str(given.get("run.device", "auto"))):
         del settings["rollout.vllm.batch_invariant"]
     has_correction = any(key.startswith("rollout.correction.") for key in given)
     has_no_use = any(raw.get(section) is not None for section in ("preference", "distillation"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import torch
 from pydantic import ConfigDict, Field
 
 from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -21,6 +22,11 @@ class EarlyStopConfig(Section):
 
     def checks(self) -> Iterator[Check]:
         yield "patience", self.patience is not None or self.target is not None, "a number, or a target"
+
+
+def is_cuda(device: str) -> bool:
+    """Return whether `run.device` is a GPU here. It may name one that does not exist."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 class JobConfig(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -144,9 +143,7 @@ class Config(TrainingConfig):
         return TreeShape(branching, tokens)
 
     def checks(self) -> Iterator[Check]:
-        near = difflib.get_close_matches(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}{hint}"
+        yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}"
         for checks in (_sizes, _tree, _engine, _training, _objective):
             yield from checks(self)
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -58,8 +57,7 @@ def _generate(number: int, name: str, config: dict[str, Any]) -> list[tuple[str,
     except ImportError:
         sys.exit("data.reasoning_gym: requires reasoning-gym. Run `pip install 'dapo-kernels[reasoning-gym]'`.")
     except (TypeError, ValueError, AssertionError) as error:
-        near = ", ".join(get_close_matches(name, DATASETS, cutoff=0))
-        wrong = f"config: expected options of {name}" if name in DATASETS else f"name: expected a task like {near}"
+        wrong = f"config: expected options of {name}" if name in DATASETS else "name: expected a task of reasoning-gym"
         sys.exit(f"data.reasoning_gym.{number}.{wrong}, got {name} with {config}: {error}")
     problems = list[tuple[str, str] | None]()
     for index in range(config["size"]):

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.config.run import is_cuda
 from dapo_runner.errors import RunError
 from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.parallel.watch import Watch, launched
@@ -236,7 +237,7 @@ def open_world(config: Config) -> World:
         return SINGLE_PROCESS
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     layout = make_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    on_gpus = config.run.device.startswith("cuda") or (config.run.device == "auto" and torch.cuda.is_available())
+    on_gpus = is_cuda(config.run.device)
     watch, timeout = Watch(), timedelta(seconds=config.parallel.timeout)
     watch.set_phase("loading")
     if on_gpus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapo_runner.config import Config
-from dapo_runner.preflight.dry_run import spell_host
+from dapo_runner.preflight.dry_run import gib, spell_host
 from dapo_runner.preflight.memory import BESIDE, BYTES, ENGINE, GPU_MEMORY, engine_memory, memory_estimate, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
 
@@ -16,15 +16,15 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
     positions, verdict = config.optimizer.token_budget, "yes" if fits(config, found) else "no"
     rows = {
         "simulated": f"rank 0 of {config.parallel.gpus}, {found.positions} of a micro-batch's {positions} positions",
-        "log-probs": _gib(phases["log-probs"]),
-        "update": f"{_gib(phases['update'])} at its peak; the formulas of --dry-run: {_gib(update)}",
-        **{f"  {kind}": _gib(size) for kind, size in found.peak.items()},
-        **{f"  {what}": _gib(estimate[what]) for what in BESIDE if what in estimate},
-        "rollout": f"{_gib(phases['rollout'])}, of it {_gib(found.held)} of the policy's weights and moments",
-        **{f"  {what}": _gib(size) for what, size in engine.items()},
-        "sync": f"{_gib(phases['sync'])}, with one parameter of {_gib(_largest(config, found))} whole",
+        "log-probs": gib(phases["log-probs"]),
+        "update": f"{gib(phases['update'])} at its peak; the formulas of --dry-run: {gib(update)}",
+        **{f"  {kind}": gib(size) for kind, size in found.peak.items()},
+        **{f"  {what}": gib(estimate[what]) for what in BESIDE if what in estimate},
+        "rollout": f"{gib(phases['rollout'])}, of it {gib(found.held)} of the policy's weights and moments",
+        **{f"  {what}": gib(size) for what, size in engine.items()},
+        "sync": f"{gib(phases['sync'])}, with one parameter of {gib(_largest(config, found))} whole",
         **({"machine's memory": spell_host(found.host)} if found.host > 2**20 else {}),
-        "fits": f"{_gib(max(phases.values()))} of the {_gib(GPU_MEMORY)} of an 80 GB GPU: {verdict}; the CUDA context, "
+        "fits": f"{gib(max(phases.values()))} of the {gib(GPU_MEMORY)} of an 80 GB GPU: {verdict}; the CUDA context, "
         "NCCL's buffers and fragmentation come on top, a few GiB",
     }
     if config.parallel.gpus > 1:
@@ -33,7 +33,7 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
     if config.rollout.engine_spec.reserves_memory:
         cache = int(config.rollout.vllm.gpu_memory * GPU_MEMORY) - engine[ENGINE]
         n_responses = max(0, cache) // list(engine.values())[-1]
-        rows["KV cache"] = f"{_gib(cache)} at most: {n_responses} responses at full length in an engine"
+        rows["KV cache"] = f"{gib(cache)} at most: {n_responses} responses at full length in an engine"
     return rows
 
 
@@ -67,8 +67,4 @@ def _largest(config: Config, found: Simulation) -> int:
 
 
 def _spell_traffic(part: dict[str, Traffic]) -> str:
-    return ", ".join(f"{traffic.calls} {kind} {_gib(traffic.bytes)}" for kind, traffic in part.items())
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return ", ".join(f"{traffic.calls} {kind} {gib(traffic.bytes)}" for kind, traffic in part.items())

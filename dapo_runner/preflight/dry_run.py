@@ -87,20 +87,20 @@ def _memory(config: Config) -> dict[str, str]:
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
-        "memory": f"about {_gib(sum(estimate.values()))} per GPU, or in one process on a CPU",
-        **{f"  {what}": _gib(size) for what, size in estimate.items()},
+        "memory": f"about {gib(sum(estimate.values()))} per GPU, or in one process on a CPU",
+        **{f"  {what}": gib(size) for what, size in estimate.items()},
         **{
-            f"80 GB, {phase}": f"{_gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
+            f"80 GB, {phase}": f"{gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
             for phase, n in peaks.items()
         },
         **({"machine's memory": spell_host(sum(host.values()))} if host else {}),
-        **{f"  {what}": _gib(size) for what, size in host.items()},
+        **{f"  {what}": gib(size) for what, size in host.items()},
     }
 
 
 def spell_host(size: int) -> str:
-    return f"about {_gib(size)}: {'fits' if memory.too_large_for_host(size) is None else 'does not fit'} this machine"
+    return f"about {gib(size)}: {'fits' if memory.too_large_for_host(size) is None else 'does not fit'} this machine"
 
 
-def _gib(size: int) -> str:
+def gib(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"

@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig
+from dapo_runner.config.run import is_cuda
 from dapo_runner.rollout.engine import engine_class
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -214,5 +213,4 @@ def _cache(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def _on_gpus(config: Config) -> bool:
-    device = config.run.device
-    return config.parallel.gpus > 1 or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return config.parallel.gpus > 1 or is_cuda(config.run.device)

@@ -101,15 +101,11 @@ def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
             raise ConfigError(f"start: expected 'each' where the base has no model.tiny, got {study.start!r}")
         if not folder.exists():
             starts[folder] = config
-        elif recipe_of_start(folder).is_file():
-            changes = changes_between(settings_of(load_config(recipe_of_start(folder))), settings_of(config))
+        elif (recipe := folder.with_suffix(".yaml")).is_file():
+            changes = changes_between(settings_of(load_config(recipe)), settings_of(config))
             if other := [str(change) for change in changes if is_among(change.key, MAKE_START)]:
                 raise _holds(folder, f"a model that was made with other settings ({'; '.join(other)})")
     return starts
-
-
-def recipe_of_start(folder: Path) -> Path:
-    return folder.with_suffix(".yaml")
 
 
 def _start_of(study: StudyConfig, seed: int) -> Path:

@@ -17,7 +17,7 @@ from dapo_runner.config import Config, dump_config
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.logging.environment import environment
 from dapo_runner.run.tiny_model import ensure_tiny_model
-from dapo_runner.tools.study.plan import StudyRun, is_finished, recipe_of_start
+from dapo_runner.tools.study.plan import StudyRun, is_finished
 
 POLL = 0.2  # seconds
 GRACE = 60.0  # seconds for runs to save their step when the study is interrupted
@@ -34,8 +34,8 @@ def make_start(folder: Path, config: Config) -> str:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     notes: list[str] = []
-    recipe_of_start(folder).parent.mkdir(parents=True, exist_ok=True)
-    recipe_of_start(folder).write_text(dump_config(config), encoding="utf-8")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.with_suffix(".yaml").write_text(dump_config(config), encoding="utf-8")
     ensure_tiny_model(config, folder, notes.append)
     return f"{folder}: {notes[-1]}"
 

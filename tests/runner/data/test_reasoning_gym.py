@@ -99,7 +99,7 @@ def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path
 def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:
     with refused("data.reasoning_gym.1.config", parts=["min_numbers"]):
         load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
-    with refused("data.reasoning_gym.0.name", parts=["task like chain_sum"]):
+    with refused("data.reasoning_gym.0.name", parts=["chain_su"]):
         load({"name": "chain_su", "config": {}}, limit=4, eval_size=1)
     assert config_of(SUMS).reward.kind == "reasoning_gym"
     assert config_of(SUMS, reward={"kind": "integer"}).reward.kind == "integer"

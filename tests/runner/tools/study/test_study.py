@@ -37,7 +37,7 @@ from dapo_runner.config.commands import StudyConfig
 from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
 from dapo_runner.tools.study.page import write_page
-from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts, recipe_of_start
+from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts
 from dapo_runner.tools.study.results import Estimate, by_variant, estimate, holm, paired_test, read_result
 from dapo_runner.tools.study.runs import Failure, carry_out
 
@@ -270,7 +270,7 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path: Path, dapo: Dapo) 
     study = parse(read_recipe(path := write_study(tmp_path, start="per_seed")), StudyConfig)
     (folder, config), _ = plan_starts(study, tmp_path / "base.yaml").items()
     folder.mkdir(parents=True)
-    recipe_of_start(folder).write_text(dump_config(config))
+    folder.with_suffix(".yaml").write_text(dump_config(config))
     assert folder not in plan_starts(study, tmp_path / "base.yaml")
     write_study(tmp_path, start="per_seed", overrides={"model.tiny.warmup.steps": 7, "optimizer.lr": 1.0})
     error = dapo.refuses(f"{folder}: model.tiny.warmup.steps", "study", path, "--dry-run")
