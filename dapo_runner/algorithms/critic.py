@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.algorithms.weights import TrainedModel, learning_rate
+from dapo_runner.algorithms.optimizer import TrainedModel, learning_rate
 from dapo_runner.config import Config
 from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy, ValueHead

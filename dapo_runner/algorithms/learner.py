@@ -22,10 +22,10 @@ from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.losses import DistillationLoss, Loss, Output, PolicyLoss, PreferenceLoss
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError, token_stats
+from dapo_runner.algorithms.optimizer import MasterWeights, MovingReference, TrainedModel, learning_rate
 from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack_shares
 from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
-from dapo_runner.algorithms.weights import MasterWeights, MovingReference, TrainedModel, learning_rate
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch
-from dapo_runner.algorithms.weights import MasterWeights
+from dapo_runner.algorithms.optimizer import MasterWeights
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world

@@ -19,7 +19,7 @@ from refusals import refused
 from dapo_runner.algorithms.correction import measure
 from dapo_runner.algorithms.learner import Learner, mean_of, step_metrics
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
-from dapo_runner.algorithms.weights import IN_FLIGHT, MasterWeights, learning_rate
+from dapo_runner.algorithms.optimizer import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import CorrectionConfig
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
