@@ -16,8 +16,8 @@ import torch
 from dapo_runner.config import Config, LoggingConfig, SftConfig, flatten
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
-from dapo_runner.logging.environment import environment
 from dapo_runner.logging.rollout_log import sample_record
+from dapo_runner.logging.versions import environment
 from dapo_runner.types import Group
 
 STATE_FILE = "trackers.json"

@@ -23,9 +23,9 @@ from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_re
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
-from dapo_runner.logging.environment import this_version
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
+from dapo_runner.logging.versions import this_version
 from dapo_runner.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
