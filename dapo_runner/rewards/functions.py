@@ -21,7 +21,7 @@ from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.plugins import import_function
-from dapo_runner.rewards.reward import ASYNC_CALLS, Call, CallingReward, Verdicts, call_within, first_error
+from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, Verdicts, call_within, first_error
 from dapo_runner.rewards.trl import from_trl
 from dapo_runner.types import Completion, Prompt, Verdict
 

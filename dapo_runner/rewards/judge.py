@@ -21,16 +21,8 @@ from dapo_runner import http
 from dapo_runner.config import AuxiliaryModel, ConfigError, JudgePrompt, RewardConfig
 from dapo_runner.files import append_jsonl, drop_incomplete_line, read_jsonl
 from dapo_runner.http import HTTPError
+from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, RewardError, Verdicts, first_error, reward_error
 from dapo_runner.rewards.judge_model import JudgeModel, confidence_of, special_tokens
-from dapo_runner.rewards.reward import (
-    ASYNC_CALLS,
-    Call,
-    CallingReward,
-    RewardError,
-    Verdicts,
-    first_error,
-    reward_error,
-)
 from dapo_runner.types import Completion, Prompt, Verdict
 
 MAX_CHARACTERS = 4000  # of a response that the judge sees, counted from its end

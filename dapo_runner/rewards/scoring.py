@@ -9,17 +9,33 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from dapo_runner.config import Config, ConfigError, RewardConfig
 from dapo_runner.rewards import rules
+from dapo_runner.rewards.calls import CallingReward, RewardError, Verdicts, first_error
 from dapo_runner.rewards.functions import FunctionReward
 from dapo_runner.rewards.judge import Judge
-from dapo_runner.rewards.reward import CallingReward, RewardError, TextReward, Verdicts, first_error
 from dapo_runner.rewards.workers import open_code, open_rule, read_tests, require_package
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
+
+
+@dataclass(frozen=True)
+class TextReward:
+    """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
+
+    judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]
+    column: str | None = None  # of the row, in place of the ground truth
+
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
+        texts = [completion.text for samples in completions for completion in samples]
+        truths = [prompt.answer if self.column is None else prompt.row[self.column] for prompt in prompts]
+        answers = [truth for truth, samples in zip(truths, completions, strict=True) for _ in samples]
+        verdicts = iter(self.judge_texts(texts, answers))
+        return [[next(verdicts) for _ in samples] for samples in completions]
+
 
 Reward = TextReward | FunctionReward | Judge
 SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]

@@ -26,7 +26,7 @@ from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepGivenUpError
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.rewards.reward import RewardError
+from dapo_runner.rewards.calls import RewardError
 from dapo_runner.rollout.episodes import EpisodeError
 from dapo_runner.train import train
 

@@ -16,8 +16,8 @@ from dapo_runner.data.dataset import RECIPE_TEMPLATE
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl, to_jsonl
 from dapo_runner.http import HTTPError
+from dapo_runner.rewards.calls import PAUSE
 from dapo_runner.rewards.judge import chat
-from dapo_runner.rewards.reward import PAUSE
 from dapo_runner.rewards.workers import open_rule, require_package
 from dapo_runner.threads import map_in_threads
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request

@@ -22,7 +22,7 @@ from dapo_runner.config import Config
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
-from dapo_runner.rewards.reward import DeadlineError, RewardError, call_within
+from dapo_runner.rewards.calls import DeadlineError, RewardError, call_within
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.threads import map_in_threads
 from dapo_runner.train import train

@@ -1,4 +1,4 @@
-"""Rewards of texts, and calls that may fail or hang: with deadlines and retries, in threads."""
+"""Calls of rewards, which may fail or hang: with deadlines and retries, in threads."""
 
 from __future__ import annotations
 
@@ -37,21 +37,6 @@ def first_error(found: Iterable[object]) -> RewardError | None:
 
 Verdicts = list[list[Verdict | None] | RewardError]
 """For each prompt a verdict on each response (None if the reward does not apply), or the error that prevented it."""
-
-
-@dataclass(frozen=True)
-class TextReward:
-    """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
-
-    judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]
-    column: str | None = None  # of the row, in place of the ground truth
-
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
-        texts = [completion.text for samples in completions for completion in samples]
-        truths = [prompt.answer if self.column is None else prompt.row[self.column] for prompt in prompts]
-        answers = [truth for truth, samples in zip(truths, completions, strict=True) for _ in samples]
-        verdicts = iter(self.judge_texts(texts, answers))
-        return [[next(verdicts) for _ in samples] for samples in completions]
 
 
 @dataclass(frozen=True)
