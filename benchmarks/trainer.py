@@ -68,7 +68,7 @@ def random_model(architecture: str, sizes: dict[str, Any], device: str, position
 
 def save_random_smollm2(folder: Path) -> None:
     """Write random weights of SmolLM2-135M's shape, with the tokenizer of `model.tiny`: digits and signs."""
-    from dapo_runner.run.tiny_model import make_tokenizer
+    from dapo_runner.tiny_model import make_tokenizer
 
     model, tokenizer = random_model("llama", SMOLLM2, "cpu", 8192, "sdpa"), make_tokenizer()
     for name in ("pad_token_id", "eos_token_id"):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from dapo_runner.config import TinyModelConfig
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Completion, Prompt
 
 HIGHEST = 30  # value of a walk

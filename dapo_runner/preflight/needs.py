@@ -21,7 +21,7 @@ from dapo_runner.preflight.memory import host_estimate, model_shape, model_value
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.rollout.engine import engine_class
-from dapo_runner.run.tiny_model import check_tiny
+from dapo_runner.tiny_model import check_tiny
 
 HUB_SECONDS = 5  # deadline of the model hub
 

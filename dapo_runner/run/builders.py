@@ -17,7 +17,7 @@ from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.context import RunContext
 from dapo_runner.run.folder import TINY_MODEL
-from dapo_runner.run.tiny_model import ensure_tiny_model
+from dapo_runner.tiny_model import ensure_tiny_model
 
 
 def initial_model(config: Config, progress: Progress) -> str | Path:

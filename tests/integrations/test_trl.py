@@ -40,7 +40,7 @@ from trl_runs import (
 from dapo_kernels import Objective
 from dapo_kernels.integrations.heads import LogitRule
 from dapo_kernels.integrations.trl import LOGPROBS, ONE_CALL, DapoGRPOTrainer, LossCall, attach_scoring, prompt_counts
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 MASKED = {"rollouts": {"masked": True}}  # some tokens are a tool's

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from dapo_kernels.integrations.trl import DapoGRPOTrainer
 from dapo_runner.config import TinyModelConfig
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 
 WIDTH = 12  # longest completion
 TIMES = ("step_time", "runtime", "samples_per_second", "steps_per_second")

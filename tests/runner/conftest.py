@@ -16,7 +16,7 @@ from small import Dapo, config_in
 from dapo_runner.config import ModelConfig
 from dapo_runner.logging.run_log import RunLog
 from dapo_runner.policy.model import Policy, load_policy
-from dapo_runner.run.tiny_model import ensure_tiny_model, make_model, make_tokenizer
+from dapo_runner.tiny_model import ensure_tiny_model, make_model, make_tokenizer
 from docs.glossary import is_documented
 
 

@@ -24,7 +24,7 @@ from dapo_runner.policy.model import load_model
 from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_facts
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.receiver import Receiver
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams
 
 GENERATE, UPDATE = "/inference/v1/generate", "/collective_rpc"  # UPDATE: by file

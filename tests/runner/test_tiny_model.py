@@ -13,7 +13,7 @@ from small import small_recipe
 from dapo_runner.config import Config, load_config, parse
 from dapo_runner.data.arithmetic import ArithmeticProblem
 from dapo_runner.preflight.amx import VARIABLE, WITHOUT_AMX, disable_broken_amx
-from dapo_runner.run.tiny_model import (
+from dapo_runner.tiny_model import (
     TOOL_WORDS,
     WORDS,
     _encode,

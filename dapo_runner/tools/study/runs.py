@@ -16,7 +16,7 @@ import torch
 from dapo_runner.config import Config, dump_config
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.logging.versions import environment
-from dapo_runner.run.tiny_model import ensure_tiny_model
+from dapo_runner.tiny_model import ensure_tiny_model
 from dapo_runner.tools.study.plan import StudyRun, is_finished
 
 POLL = 0.2  # seconds

@@ -23,7 +23,7 @@ from dapo_runner.algorithms.losses import PreferenceLoss, pair_metrics, pair_seq
 from dapo_runner.config import ModelConfig, PreferenceConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.worker import rollout_sampling
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group, Sample, Sequence, Verdict
 
 CORRECTIONS: list[dict[str, Any]] = [

@@ -35,7 +35,7 @@ from dapo_runner.logging.reflection import reflection_metrics
 from dapo_runner.logging.report import REPORT_FILE, draw, write_report
 from dapo_runner.logging.speed import training_flops
 from dapo_runner.rollout.group_buffer import SamplingStats, counts_of
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group
 from docs.glossary import AREAS, is_documented, panel_of, rows
 from docs.troubleshooting_pictures import DRAWN

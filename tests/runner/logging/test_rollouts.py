@@ -24,7 +24,7 @@ from dapo_runner.config import AdvantageConfig, RolloutLogConfig, SegmentsConfig
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog, read_step, saved_steps, token_texts
 from dapo_runner.logging.show import load_step, page, printable
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Group, Sample, Segment, Turn
 
 GROUPS = [make_group("RWW", "a"), make_group("RRWW", "b"), make_group("RT", "c")]

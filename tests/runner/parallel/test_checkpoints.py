@@ -32,7 +32,7 @@ from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {},

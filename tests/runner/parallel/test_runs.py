@@ -28,7 +28,7 @@ from dapo_runner.config import load_config
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.rollout_log import read_step
 from dapo_runner.rollout.server import TRANSFERS
-from dapo_runner.run.tiny_model import ensure_tiny_model
+from dapo_runner.tiny_model import ensure_tiny_model
 
 EPISODES = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]
 JUDGE = ["reward.judge.answers=['5','8']", "reward.judge.template='{reference}={response}?'", "reward.kind=judge"]

@@ -20,7 +20,7 @@ from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.config import Config, TinyModelConfig
 from dapo_runner.parallel.sharding import whole
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Sequence
 
 LORA = {"rank": 4, "alpha": 8}

@@ -43,7 +43,7 @@ from dapo_runner.policy import attention, model
 from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Sequence
 
 SIZES: dict[str, Any] = {

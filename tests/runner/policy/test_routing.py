@@ -25,7 +25,7 @@ from dapo_runner.policy.routing import Routing
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.vllm import engine_arguments, layers_with_experts, read_experts
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Sequence, Verdict, make_requests
 
 IN_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import layer_of
 from dapo_runner.rollout.engine import loadable_weights
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 
 SPARSE = {"first_k_dense_replace": 0}
 HEADS = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}

@@ -14,7 +14,7 @@ from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_model
 from dapo_runner.rollout import pool
 from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from dapo_runner.config import Config
 from dapo_runner.policy.model import Policy
 from dapo_runner.rollout.client import Server
 from dapo_runner.rollout.server import ServerEngine
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=5)

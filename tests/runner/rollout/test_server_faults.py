@@ -23,7 +23,7 @@ from dapo_runner.rollout.client import RolloutError, Server
 from dapo_runner.rollout.guard import CLAIM
 from dapo_runner.rollout.server import ATTEMPTS, TRANSFERS
 from dapo_runner.rollout.transfer import FileTransfer
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 
 FEW = REQUESTS[:8]
 Fault = Callable[[Fleet, dict[str, Any]], Answer | None]  # gets the first prompt of a server, and may answer it

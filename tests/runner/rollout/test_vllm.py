@@ -29,7 +29,7 @@ from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.folder import TINY_MODEL
-from dapo_runner.run.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.types import DEFAULT_OPTIONS, Completion, Prompt, SamplingParams, make_requests
 

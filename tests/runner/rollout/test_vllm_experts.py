@@ -15,7 +15,7 @@ from test_vllm import CPU, load_learner, pytestmark, tiny_config
 
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 
 __all__ = ["pytestmark"]
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}

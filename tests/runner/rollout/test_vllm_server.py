@@ -33,7 +33,7 @@ from dapo_runner.rollout.guard import CLAIM, OWNED, RELEASE, model_facts
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import TRANSFERS, ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import CallOptions, Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 
 __all__ = ["pytestmark", "tiny"]

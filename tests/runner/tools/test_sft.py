@@ -23,7 +23,7 @@ from dapo_runner.config import ConfigError, SftConfig, parse
 from dapo_runner.data.dataset import IN_HELDOUT
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.folder import check_same_run, write_config
-from dapo_runner.run.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.tools.sft.data import load_examples
 from dapo_runner.tools.sft.run import sft
 from dapo_runner.types import Prompt
