@@ -1,6 +1,6 @@
 """The records that pass through the training loop, in the order in which they are created:
 
-    Prompt → Completion → Sample (completion + verdict + rewards) → Group → Sequence → PackedBatch
+    Prompt → Completion → Sample (completion + verdict + rewards) → Group → TrainingSequence → PackedBatch
 
 Shapes: N response tokens of one completion, L tokens of one sequence (prompt + response), T packed positions,
 S sequences of a batch. All tensors are on the CPU until ``PackedBatch.to`` moves them to the training device.
@@ -8,8 +8,7 @@ S sequences of a batch. All tensors are on the CPU until ``PackedBatch.to`` move
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -82,7 +81,7 @@ class RolloutRequest:
     sampling: SamplingParams
 
 
-def make_requests(prompts: SequenceOf[Prompt], sampling: SamplingParams) -> list[RolloutRequest]:
+def make_requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> list[RolloutRequest]:
     return [RolloutRequest(index, prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
@@ -102,7 +101,7 @@ class TruncatedSupport(NamedTuple):
         return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(n, dtype=torch.int32))
 
     @classmethod
-    def concatenate(cls, parts: SequenceOf[TruncatedSupport]) -> TruncatedSupport:
+    def concatenate(cls, parts: Sequence[TruncatedSupport]) -> TruncatedSupport:
         return cls(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
 
@@ -197,7 +196,7 @@ class Completion:
         return self.finish_reason == "length"
 
 
-GenerateFunction = Callable[[SequenceOf[RolloutRequest]], list[list[Completion]]]
+GenerateFunction = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 """An engine's ``generate``: ``n`` completions for each request, in their order."""
 
 
@@ -294,12 +293,12 @@ class Group:
 _IN_GROUPS = [Group, Prompt, Sample, Completion, Turn, Verdict, Segment, Branch, VersionSpan, TruncatedSupport]
 torch.serialization.add_safe_globals(list[Any](_IN_GROUPS))
 
-GenerateGroups = Callable[[SequenceOf[RolloutRequest]], list[Group]]
+GenerateGroups = Callable[[Sequence[RolloutRequest]], list[Group]]
 """Return the scored groups of requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sequence:
+class TrainingSequence:
     """One training example: a prompt and its response. Tensors are aligned with the tokens; packing shifts them once.
 
     token_ids int64 [L]. advantages float32 [L]. mask bool [L]: True on the response tokens that train.

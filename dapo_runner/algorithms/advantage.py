@@ -38,8 +38,7 @@ from dapo_runner.algorithms.segments import segment_advantages
 from dapo_runner.config import AdvantageConfig, ConfigError
 from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
-from dapo_runner.types import Group, Sample, TruncatedSupport
-from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.types import Group, Sample, TrainingSequence, TruncatedSupport
 
 
 @dataclass(frozen=True, slots=True)

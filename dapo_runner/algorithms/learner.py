@@ -31,8 +31,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off
 from dapo_runner.policy.model import Policy
 from dapo_runner.timing import StepClock
-from dapo_runner.types import PackedBatch
-from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.types import PackedBatch, TrainingSequence
 
 T = TypeVar("T")
 

@@ -45,8 +45,7 @@ from dapo_runner.config import ConfigError, DistillationConfig, PreferenceConfig
 from dapo_runner.config.settings import weighs_responses
 from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy
-from dapo_runner.types import Group, PackedBatch
-from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.types import Group, PackedBatch, TrainingSequence
 
 Output = LossOutput | PreferenceOutput
 

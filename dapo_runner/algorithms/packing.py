@@ -8,19 +8,18 @@ packing if the loss is divided by the token count of the whole mini-batch (`coun
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from dapo_runner.parallel.balance import sequence_cost, spread
-from dapo_runner.types import PackedBatch, Sequence, TruncatedSupport
+from dapo_runner.types import PackedBatch, TrainingSequence, TruncatedSupport
 
-Unit = list[tuple[int, Sequence]]  # sequences that stay together, with their ids
+Unit = list[tuple[int, TrainingSequence]]  # sequences that stay together, with their ids
 
 
 def pack_shares(
-    sequences: SequenceOf[Sequence],
+    sequences: Sequence[TrainingSequence],
     token_budget: int,
     *,
     ranks: int = 1,
@@ -60,7 +59,7 @@ def padding_batch(multiple: int = 1) -> PackedBatch:
     return _lay_out([], 0, multiple)
 
 
-def _fill_bins(units: SequenceOf[Unit], token_budget: int) -> list[Unit]:
+def _fill_bins(units: Sequence[Unit], token_budget: int) -> list[Unit]:
     bins: list[Unit] = []
     for stale in (False, True):
         chosen = [unit for unit in units if (unit[0][1].age > 0) == stale]
@@ -69,12 +68,12 @@ def _fill_bins(units: SequenceOf[Unit], token_budget: int) -> list[Unit]:
     return bins
 
 
-def count_training_tokens(sequences: Iterable[Sequence]) -> int:
+def count_training_tokens(sequences: Iterable[TrainingSequence]) -> int:
     """Return the denominator of a token-mean loss. A sequence's first token is no target and does not count."""
     return sum(int(sequence.mask[1:].sum()) for sequence in sequences)
 
 
-def count_group_tokens(sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def count_group_tokens(sequences: Sequence[TrainingSequence]) -> torch.Tensor:
     """Return the number of training tokens of each group, float64, by ``group_id``."""
     counts = torch.tensor([count_training_tokens([sequence]) for sequence in sequences])
     return torch.bincount(torch.tensor([sequence.group_id for sequence in sequences]), counts)
@@ -131,6 +130,6 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
     )
 
 
-def _padding(n_positions: int) -> Sequence:
+def _padding(n_positions: int) -> TrainingSequence:
     zeros = torch.zeros(n_positions + 1)
-    return Sequence(zeros.long(), zeros, zeros.bool(), zeros, -1)
+    return TrainingSequence(zeros.long(), zeros, zeros.bool(), zeros, -1)

@@ -23,8 +23,7 @@ from dapo_kernels.objectives.surrogate import kl_term
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.config import Config
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.types import PackedBatch
-from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.types import PackedBatch, TrainingSequence
 
 EPS = 1e-6  # added to a standard deviation before dividing by it
 

@@ -13,8 +13,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import RolloutLogConfig
 from dapo_runner.files import atomic_write, to_jsonl
 from dapo_runner.logging.metrics import jsonable
-from dapo_runner.types import Group, Sample, Sequence
+from dapo_runner.types import Group, Sample, TrainingSequence
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders
 CLIPS = {0: None, CLIPPED_LOW: "low", CLIPPED_HIGH: "high", CLIPPED_DUAL: "dual"}
@@ -57,8 +56,8 @@ class RolloutLog:
     def write(
         self,
         step: int,
-        groups: SequenceOf[Group],
-        sequences: SequenceOf[Sequence] | None = None,
+        groups: Sequence[Group],
+        sequences: Sequence[TrainingSequence] | None = None,
         values: Mapping[int, TokenValues] | None = None,
     ) -> None:
         """Save the responses of a step. ``sequences`` are the training records of all samples in order, or None for an
@@ -84,7 +83,9 @@ class RolloutLog:
         atomic_write(self.folder / f"step_{step:06d}.jsonl.gz", data)
         self._make_room()
 
-    def _training_record(self, sample: Sample, sequence: Sequence, values: TokenValues | None) -> dict[str, Any]:
+    def _training_record(
+        self, sample: Sample, sequence: TrainingSequence, values: TokenValues | None
+    ) -> dict[str, Any]:
         """Return the advantage, or the segments, and the values per token if they are saved."""
         record = jsonable({"advantage": float(sequence.advantages[-1])})
         if sample.segments:
@@ -148,7 +149,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
     return jsonable(record) | ({"parts": jsonable(sample.parts)} if sample.parts else {})
 
 
-def token_texts(tokenizer: Any, token_ids: SequenceOf[int]) -> list[str]:
+def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token, special tokens included. If several tokens encode one character, the last one has
     its text and the others have "".
     """
@@ -156,7 +157,7 @@ def token_texts(tokenizer: Any, token_ids: SequenceOf[int]) -> list[str]:
     return [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
 
 
-def _token_record(sample: Sample, sequence: Sequence, values: TokenValues | None) -> dict[str, list[Any]]:
+def _token_record(sample: Sample, sequence: TrainingSequence, values: TokenValues | None) -> dict[str, list[Any]]:
     """Return one column per value of the response's tokens. The learner's columns are absent if the response does not
     train, and null at tokens that do not train.
     """

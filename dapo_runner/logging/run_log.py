@@ -15,8 +15,7 @@ from dapo_runner.config import Config, SftConfig
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.logging.trackers import Trackers
-from dapo_runner.types import Group, PackedBatch
-from dapo_runner.types import Sequence as TrainingSequence
+from dapo_runner.types import Group, PackedBatch, TrainingSequence
 
 CHECKPOINTS = "checkpoints"
 CHANGES_FILE = "changes.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dapo_runner.policy.model import Policy
-from dapo_runner.types import Sequence
+from dapo_runner.types import TrainingSequence
 
 # Dense bfloat16 FLOPS from the vendors' data sheets, by a part of the device's name.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
@@ -29,7 +29,9 @@ def training_flops(model: Any, lengths: Iterable[int]) -> float:
     return sum(6.0 * parameters * n + 6.0 * config.num_hidden_layers * width * n**2 for n in lengths)
 
 
-def speed_metrics(policy: Policy, sequences: Iterable[Sequence], seconds: Mapping[str, float]) -> dict[str, float]:
+def speed_metrics(
+    policy: Policy, sequences: Iterable[TrainingSequence], seconds: Mapping[str, float]
+) -> dict[str, float]:
     """Return the speed of a step that took ``seconds`` by phase and trained on ``sequences``. Collective.
 
     tokens_per_second: trained positions of all ranks. mfu: the share of the devices' peak FLOPS in forward and backward

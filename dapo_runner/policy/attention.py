@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast
@@ -77,7 +76,7 @@ class _Scoring(NamedTuple):
 
 
 def plan_packing(
-    lengths: SequenceOf[int],
+    lengths: Sequence[int],
     device: torch.device,
     kernel: Kernel,
     distinct: Distinct | None = None,
@@ -113,7 +112,7 @@ def plan_packing(
     return Packing(kernel, cu_seqlens, longest, tuple(buckets), restore.to(device), group)
 
 
-def _group_by_length(lengths: SequenceOf[int]) -> list[list[int]]:
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Return buckets of indices, longest first, with at most a share MAX_PADDING of padding in each."""
     buckets, filled = list[list[int]](), 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -6,7 +6,7 @@ positions, U distinct positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Distinct(NamedTuple):
     inverse: Tensor  # int64 [T], the distinct position of each packed position
 
 
-def find_shared(input_ids: Tensor, lengths: SequenceOf[int]) -> Distinct | None:
+def find_shared(input_ids: Tensor, lengths: Sequence[int]) -> Distinct | None:
     """Return the distinct positions of packed sequences, or None if few are shared. input_ids int64 [T], CPU.
 
     Two positions are the same if all tokens up to and including them are equal.

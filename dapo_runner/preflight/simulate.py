@@ -40,7 +40,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
 from dapo_runner.preflight.memory import ASLEEP, GPUS_OF_A_MACHINE, PUBLISHED, host_estimate, model_shape, model_values
 from dapo_runner.preflight.needs import heads_that_do_not_divide
-from dapo_runner.types import PackedBatch, Sequence
+from dapo_runner.types import PackedBatch, TrainingSequence
 
 # FSDPMemTracker's kinds of memory, by readable labels.
 KINDS = {
@@ -174,7 +174,7 @@ def full_mini_batch(config: Config, world: World) -> MiniBatch:
     """Return a mini-batch with one sequence that fills a micro-batch."""
     budget = config.optimizer.token_budget
     ones = torch.ones(budget + 1)
-    sequence = Sequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
+    sequence = TrainingSequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
     objective = config.objective
     (batches,) = pack_shares([sequence], budget, multiple=world.layout.sequence)
     denominator, group_tokens = PolicyLoss(objective).denominator([sequence]), count_group_tokens([sequence])

@@ -27,7 +27,7 @@ from dapo_runner.rollout.worker import RolloutWorker, rollout_sampling
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.timing import StepClock
-from dapo_runner.types import CallOptions, Group, Prompt, Sequence, make_requests
+from dapo_runner.types import CallOptions, Group, Prompt, TrainingSequence, make_requests
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TrainedStep:
 
     step: int
     sampled: SampledStep
-    sequences: list[Sequence]  # on rank 0
+    sequences: list[TrainingSequence]  # on rank 0
     figures: dict[str, float]  # metrics of its updates
 
 
@@ -159,7 +159,7 @@ class Run(TrainingRun):
 
     # Training
 
-    def training_records(self, groups: list[Group], step: int) -> list[Sequence]:
+    def training_records(self, groups: list[Group], step: int) -> list[TrainingSequence]:
         """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
         advantage = self.config.advantage
         with self.clock.phase("pack"):

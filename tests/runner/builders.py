@@ -19,7 +19,16 @@ from dapo_runner.algorithms.losses import Output
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.algorithms.packing import count_group_tokens, count_training_tokens, pack_shares
 from dapo_runner.config import Config, TinyModelConfig, parse
-from dapo_runner.types import Completion, Group, PackedBatch, Prompt, Sample, Sequence, TruncatedSupport, Verdict
+from dapo_runner.types import (
+    Completion,
+    Group,
+    PackedBatch,
+    Prompt,
+    Sample,
+    TrainingSequence,
+    TruncatedSupport,
+    Verdict,
+)
 
 TINY = TinyModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64)
 
@@ -76,16 +85,16 @@ def make_group(pattern: str, name: str = "p") -> Group:
     return Group(make_prompt(name), samples)
 
 
-def make_sequence(n_prompt: int, n_response: int, *, group_id: int = 0, first_token: int = 0) -> Sequence:
+def make_sequence(n_prompt: int, n_response: int, *, group_id: int = 0, first_token: int = 0) -> TrainingSequence:
     """Tokens count up from ``first_token``; each response token has an advantage of its own: its token id."""
     length = n_prompt + n_response
     token_ids = torch.arange(first_token, first_token + length)
     mask = torch.arange(length) >= n_prompt
     values = torch.where(mask, token_ids.float(), 0.0)
-    return Sequence(token_ids, advantages=values, mask=mask, rollout_logprobs=-values, group_id=group_id)
+    return TrainingSequence(token_ids, advantages=values, mask=mask, rollout_logprobs=-values, group_id=group_id)
 
 
-def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
+def random_sequences(count: int, seed: int = 0) -> list[TrainingSequence]:
     """Sequences of unlike lengths, some of whose response tokens do not train."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
@@ -97,7 +106,7 @@ def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
             mask[:] = False  # overlong filtering
         advantage = torch.randn((), generator=generator)
         sequences.append(
-            Sequence(
+            TrainingSequence(
                 token_ids=torch.randint(3, 26, (length,), generator=generator),
                 advantages=torch.where(mask, advantage, 0.0),
                 mask=mask,
@@ -108,7 +117,7 @@ def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
     return sequences
 
 
-def paired(sequences: list[Sequence]) -> list[Sequence]:
+def paired(sequences: list[TrainingSequence]) -> list[TrainingSequence]:
     """Those that train, two by two: a chosen and a rejected one."""
     live = [sequence for sequence in sequences if sequence.mask.any()]
     live = live[: len(live) // 2 * 2]
@@ -119,7 +128,7 @@ def paired(sequences: list[Sequence]) -> list[Sequence]:
     ]
 
 
-def with_lists(sequences: list[Sequence], vocab: int) -> list[Sequence]:
+def with_lists(sequences: list[TrainingSequence], vocab: int) -> list[TrainingSequence]:
     """Every third token of a response without a list, the others with their own id and some more."""
     generator = torch.Generator().manual_seed(3)
     made = []
@@ -205,13 +214,13 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def pack(sequences: list[Sequence], token_budget: int, multiple: int = 1) -> list[PackedBatch]:
+def pack(sequences: list[TrainingSequence], token_budget: int, multiple: int = 1) -> list[PackedBatch]:
     """The micro-batches of a single rank."""
     (batches,) = pack_shares(sequences, token_budget, multiple=multiple)
     return batches
 
 
-def pack_mini_batch(learner: Learner, sequences: list[Sequence], budget: int) -> MiniBatch:
+def pack_mini_batch(learner: Learner, sequences: list[TrainingSequence], budget: int) -> MiniBatch:
     """One mini-batch in micro-batches of ``budget`` positions, without the log-probs that ``prepare`` adds."""
     n_tokens, denominator = count_training_tokens(sequences), learner.loss.denominator(sequences)
     return MiniBatch(pack(sequences, budget), n_tokens, denominator, group_tokens=count_group_tokens(sequences))

@@ -25,7 +25,7 @@ from dapo_runner.types import (
     Prompt,
     Sample,
     SamplingParams,
-    Sequence,
+    TrainingSequence,
     TruncatedSupport,
     Verdict,
     make_requests,
@@ -116,7 +116,7 @@ def test_the_update_is_that_of_what_was_kept(policy: Policy, engine: HFEngine) -
 
 
 @torch.no_grad()
-def by_hand(engine: HFEngine, sequence: Sequence) -> Tensor:
+def by_hand(engine: HFEngine, sequence: TrainingSequence) -> Tensor:
     logits = engine.model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1]
     lists = [[]] * sequence.length if sequence.support is None else lists_of(sequence.support)
     for row, kept in zip(logits, lists[1:], strict=True):

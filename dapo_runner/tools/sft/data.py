@@ -20,7 +20,7 @@ from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, tokeni
 from dapo_runner.data.reading import as_messages, convert_rows, get_column
 from dapo_runner.rewards.judge import Judgement, Question, Questioner
 from dapo_runner.rewards.judge_model import special_tokens
-from dapo_runner.types import Prompt, Sequence
+from dapo_runner.types import Prompt, TrainingSequence
 
 VERDICT_COLUMNS = {*Question._fields, *Judgement._fields}
 Turns = tuple[tuple[str, str], ...]
@@ -37,7 +37,7 @@ class Examples:
 
     train: list[Prompt]
     heldout: list[Prompt]
-    sequences: dict[str, Sequence]
+    sequences: dict[str, TrainingSequence]
     report: DataReport = field(default_factory=DataReport)
 
 
@@ -119,5 +119,5 @@ def _tokenize(
         name = hashlib.sha256(f"{text}\0{pair.completion}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
         mask = torch.arange(length) >= len(before)
         token_ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
-        examples.sequences[name] = Sequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
+        examples.sequences[name] = TrainingSequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
         prompts.append(Prompt(name, tuple(before), text, pair.completion))

@@ -22,7 +22,7 @@ from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.start import find_start, load_start, open_log, open_trackers_on_rank0, seed_generators
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.tools.sft.data import Examples, load_examples
-from dapo_runner.types import Prompt, Sequence
+from dapo_runner.types import Prompt, TrainingSequence
 
 FIGURES = ("loss", "grad_norm", "lr", "tokens", "entropy", "loss_scale", "skipped_updates")  # logged per update
 
@@ -82,7 +82,7 @@ class SftRun(TrainingRun):
         self.write(lambda log: log.figures(step, "eval", {"eval/loss": loss, "eval/examples": len(sequences)}))
         self.progress.note(f"after step {step}: held-out loss {loss:.4f}")
 
-    def _sequences(self, prompts: list[Prompt]) -> list[Sequence]:
+    def _sequences(self, prompts: list[Prompt]) -> list[TrainingSequence]:
         return [self.examples.sequences[prompt.id] for prompt in prompts]
 
 

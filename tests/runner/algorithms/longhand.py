@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dapo_runner.config import Config, CorrectionConfig
 from dapo_runner.policy.model import Policy
-from dapo_runner.types import Sequence
+from dapo_runner.types import TrainingSequence
 
 Rewards = list[list[float]]  # of each group
 
@@ -75,19 +75,19 @@ def copy_of(policy: Policy) -> Any:
     return model
 
 
-def values_of(critic: Any, sequence: Sequence) -> Tensor:
+def values_of(critic: Any, sequence: TrainingSequence) -> Tensor:
     """Of the tokens that train, [N]: what is expected before each of them."""
     hidden = critic.base_model(input_ids=sequence.token_ids[None], use_cache=False).last_hidden_state[0, :-1]
     return (hidden @ critic.value_head.weight)[sequence.mask[1:]]
 
 
-def logits_of(model: Any, sequence: Sequence, temperature: float = 1.0) -> Tensor:
+def logits_of(model: Any, sequence: TrainingSequence, temperature: float = 1.0) -> Tensor:
     """Of the tokens that train, [N, V]."""
     logits = model(input_ids=sequence.token_ids[None], use_cache=False).logits[0, :-1] / temperature
     return logits[sequence.mask[1:]]
 
 
-def logprobs_of(model: Any, sequence: Sequence, temperature: float = 1.0) -> Tensor:
+def logprobs_of(model: Any, sequence: TrainingSequence, temperature: float = 1.0) -> Tensor:
     """Of the tokens that train, [N]."""
     targets = sequence.token_ids[1:][sequence.mask[1:]]
     return logits_of(model, sequence, temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -113,7 +113,9 @@ def correction_weights(delta: list[float], config: CorrectionConfig) -> list[flo
     return weights
 
 
-def policy_step(config: Config, sequences: list[Sequence], model: Any, reference: Any) -> tuple[Tensor, dict[str, Any]]:
+def policy_step(
+    config: Config, sequences: list[TrainingSequence], model: Any, reference: Any
+) -> tuple[Tensor, dict[str, Any]]:
     """The loss of DAPO (eq. 8) and its relatives over a step in one update, and the metrics of the step."""
     objective = {"clip_high": 0.28, "kl_coef": 0.0, "aggregate": "token-mean", **config.loss.overrides}
     if config.loss.objective == "dr_grpo":
@@ -179,7 +181,7 @@ def mismatch(deltas: list[float], weights: list[float], correction: CorrectionCo
     return found
 
 
-def pair_loss(config: Config, sequences: list[Sequence], model: Any, reference: Any) -> Tensor:
+def pair_loss(config: Config, sequences: list[TrainingSequence], model: Any, reference: Any) -> Tensor:
     """DPO (arXiv 2305.18290, eq. 7), its hinge (SLiC) and IPO (arXiv 2310.12036), over chosen and rejected in turn."""
     assert config.preference is not None
     margins, terms = [], []

@@ -19,7 +19,7 @@ from dapo_runner.algorithms.packing import count_training_tokens
 from dapo_runner.algorithms.segments import chain_segments, chain_starts, segment_metrics, tree_segments
 from dapo_runner.config import AdvantageConfig, SegmentsConfig
 from dapo_runner.config.training import BY_RESPONSE, BY_TOKEN
-from dapo_runner.types import Branch, Completion, Group, Sample, Sequence, Turn
+from dapo_runner.types import Branch, Completion, Group, Sample, TrainingSequence, Turn
 
 GROUPS = st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=6), max_size=4)
 
@@ -135,7 +135,7 @@ def leaf(reward: float, *path: tuple[int, int], trains: bool = True) -> Sample:
     return replace(sample, base_reward=reward, completion=completion)
 
 
-def sequences_of(*samples: Sample, **config: Any) -> list[Sequence]:
+def sequences_of(*samples: Sample, **config: Any) -> list[TrainingSequence]:
     segments = SegmentsConfig(**{"kind": "tree", "tokens": 3, "mask": False} | config)
     group = Group(make_prompt(n_tokens=2), samples)
     return make_sequences([group if samples[0].segments else tree_segments(group)], AdvantageConfig(segments=segments))

@@ -19,7 +19,7 @@ from torch import Tensor
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.returns import discounted_sums, gae, moments, whiten
-from dapo_runner.types import Sequence
+from dapo_runner.types import TrainingSequence
 
 GAE = {"advantage": {"kind": "gae", "gamma": 0.95, "lam": 0.9}, "critic": {}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_equal_values_and_none_give_nothing() -> None:
     assert moments(nothing) == (0.0, 0.0)
 
 
-def earning() -> list[Sequence]:
+def earning() -> list[TrainingSequence]:
     """A reward for each response, every other one of which is a step old."""
     return [
         replace(sequence, advantages=torch.zeros_like(sequence.advantages), reward=n % 3 - 0.7, age=n % 2)
@@ -80,7 +80,9 @@ def by_sequence(minis: list[MiniBatch], name: str) -> dict[int, Tensor]:
     return found
 
 
-def spelled_out(learner: Learner, sequences: list[Sequence]) -> tuple[dict[int, Tensor], dict[int, Tensor], dict]:
+def spelled_out(
+    learner: Learner, sequences: list[TrainingSequence]
+) -> tuple[dict[int, Tensor], dict[int, Tensor], dict]:
     """Advantages before they are whitened, returns, and the metrics of the step."""
     settings, kl, critic = learner.config.advantage, learner.config.reward.kl, learner.critic
     model, exact_critic = longhand.copy_of(learner.policy), critic and longhand.copy_of(critic.model)

@@ -24,7 +24,7 @@ from dapo_runner.config import ModelConfig, PreferenceConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.tiny_model import make_model, make_tokenizer
-from dapo_runner.types import Group, Sample, Sequence, Verdict
+from dapo_runner.types import Group, Sample, TrainingSequence, Verdict
 
 CORRECTIONS: list[dict[str, Any]] = [
     {"weights": "token", "cap": 1.3, "floor": 0.8},
@@ -54,7 +54,7 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def sampled(model: Any, missing: list[float]) -> list[Sequence]:
+def sampled(model: Any, missing: list[float]) -> list[TrainingSequence]:
     """By an engine whose log-probs differ from the policy's. Every third response is a step old."""
     generator, sequences = torch.Generator().manual_seed(5), random_sequences(11)
     for index, sequence in enumerate(sequences):
@@ -117,7 +117,7 @@ def test_the_best_response_of_a_group_is_chosen_over_the_worst() -> None:
     assert (pair_metrics(groups, config), pair_metrics(groups, None)) == ({"ties": 1}, {})
 
 
-def graded_pairs(count: int) -> list[Sequence]:
+def graded_pairs(count: int) -> list[TrainingSequence]:
     """A chosen and a rejected response in turn, as a step has them: neighbours need not be in a pair."""
     pairs = paired(random_sequences(count))
     return [pairs[index] for index in torch.randperm(len(pairs), generator=torch.Generator().manual_seed(1)).tolist()]

@@ -17,7 +17,7 @@ from dapo_kernels import policy_loss
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import ModelConfig
 from dapo_runner.policy.model import load_policy
-from dapo_runner.types import Sequence
+from dapo_runner.types import TrainingSequence
 
 SELECTING: dict[str, dict[str, Any]] = {
     "top_entropy": {},
@@ -81,7 +81,7 @@ def test_random_choices_are_those_of_the_update(model_folder: Path) -> None:
     assert drawn(3) not in (drawn(4), drawn(3, index=1))
 
 
-def of_training_tokens(values: dict[int, TokenValues], sequences: list[Sequence], name: str) -> Tensor:
+def of_training_tokens(values: dict[int, TokenValues], sequences: list[TrainingSequence], name: str) -> Tensor:
     return torch.cat([getattr(found, name)[sequences[index].mask[1:]] for index, found in sorted(values.items())])
 
 

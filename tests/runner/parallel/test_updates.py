@@ -21,7 +21,7 @@ from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.config import Config, TinyModelConfig
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.tiny_model import make_model, make_tokenizer
-from dapo_runner.types import Sequence
+from dapo_runner.types import TrainingSequence
 
 LORA = {"rank": 4, "alpha": 8}
 # Beside sections: the dtype; an advantage of the first sequence; how many sequences; the shortest of them.
@@ -106,7 +106,7 @@ def save_models(folder: Path) -> None:
     save_model(small_experts(), tokenizer, folder / "experts")
 
 
-def sequences_for(config: Config, count: int, seed: int = 0) -> list[Sequence]:
+def sequences_for(config: Config, count: int, seed: int = 0) -> list[TrainingSequence]:
     """Random sequences with what the settings need."""
     sequences = random_sequences(count, seed)
     if config.preference is not None:
@@ -139,7 +139,7 @@ def fill_adapters(learner: Learner) -> None:
                 parameter.copy_(value)
 
 
-def prepare_shares(learner: Learner, sequences: list[Sequence]) -> list[MiniBatch]:
+def prepare_shares(learner: Learner, sequences: list[TrainingSequence]) -> list[MiniBatch]:
     """A step whose sequences rank 0 has. Ranks receive what they train on, and nothing larger than flags. Rank 0
     pickles it once for the ranks that share it.
     """

@@ -44,7 +44,7 @@ from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan
 from dapo_runner.policy.model import Policy, load_policy, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
 from dapo_runner.tiny_model import make_tokenizer
-from dapo_runner.types import Sequence
+from dapo_runner.types import TrainingSequence
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -87,7 +87,7 @@ def load(path: Path, **values: Any) -> Policy:
     return load_policy(path, ModelConfig(path=str(path), dtype="float32", **values), CPU)
 
 
-def sequences_of(shared: bool) -> list[Sequence]:
+def sequences_of(shared: bool) -> list[TrainingSequence]:
     """Random tokens; of ``shared`` ones, each begins as the longest does."""
     generator, made = torch.Generator().manual_seed(1), [make_sequence(2, n) for n in LENGTHS]
     longest = torch.randint(3, 20, (max(LENGTHS) + 2,), generator=generator)

@@ -26,7 +26,7 @@ from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.vllm import engine_arguments, layers_with_experts, read_experts
 from dapo_runner.tiny_model import make_tokenizer
-from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Sequence, Verdict, make_requests
+from dapo_runner.types import Group, Prompt, Sample, SamplingParams, TrainingSequence, Verdict, make_requests
 
 IN_GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
@@ -134,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(small_experts(), make_tokenizer(), tmp_path_factory.mktemp("experts"))
 
 
-def sharing_sequences() -> list[Sequence]:
+def sharing_sequences() -> list[TrainingSequence]:
     """Of which every other one begins as the one before it."""
     sequences = random_sequences(32)
     for one, other in zip(sequences[::2], sequences[1::2], strict=True):
@@ -215,7 +215,7 @@ def sampled(folder: Path, dtype: str) -> list[Group]:
     ]
 
 
-def sequences_of(groups: list[Group]) -> list[Sequence]:
+def sequences_of(groups: list[Group]) -> list[TrainingSequence]:
     return [
         make_sequence(group, sample, 1.0 - 0.7 * place, number, 0)
         for number, group in enumerate(groups)
