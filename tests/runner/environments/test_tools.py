@@ -210,7 +210,7 @@ def test_calls_are_read_by_the_template_of_the_tokenizer() -> None:
         (None, [f"{HERE}:product", f"{HERE}:product"], r"^env\.tools"),
         (None, ["builtins:print"], r"^env.*print"),
         (None, [f"{HERE}:absent"], r"^env\.tools.*absent"),
-        ("talkers:Talkr", [], r"^env\.kind.*Talker"),
+        ("talkers:Talkr", [], r"^env\.kind.*Talkr"),
         (f"{HERE}:Stepless", [], r"^env\.kind.*Stepless.* step"),
         (f"{HERE}:Unplugged", [], r"^env\b.*Unplugged.*JSONDecodeError.*Expecting.*test_tools\.py"),
     ],
