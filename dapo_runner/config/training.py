@@ -70,8 +70,7 @@ class ModelConfig(Section):
     attention: MayChange[Literal["auto", "sdpa", "flash", "varlen"]] = "auto"
     # recompute activations in the backward pass to save memory. offload: also keep the inputs of the layers on the host
     gradient_checkpointing: MayChange[bool | Literal["offload"]] = False
-    # compile the layers (10 s); no effect with gradient_checkpointing since transformers 5.23
-    compile: MayChange[bool] = False
+    compile: MayChange[bool] = False  # compile the layers (10 s)
     lora: LoraConfig | None = None  # train low-rank adapters only
     trust_remote_code: bool = False  # run Python code from the model's repository
 

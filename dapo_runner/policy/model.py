@@ -6,8 +6,10 @@ It never computes logits: `dapo_kernels` takes the hidden states and ``Policy.he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -171,12 +173,18 @@ def load_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    options = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
     trust = {"trust_remote_code": config.trust_remote_code}
     with loading("model.path", "a model", path):
+        model_config = AutoConfig.from_pretrained(path, **trust)
+        if (
+            attention == "sdpa"
+            and getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+        ):
+            attention = "eager"  # torch has no softcap: transformers before 5.24 left it out, later versions refuse
+        options = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
         if device.type == "meta":
             with device:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **trust), **options, **trust)
+                model = AutoModelForCausalLM.from_config(model_config, **options, **trust)
             with suppress(OSError):  # it is optional; keep it, because checkpoints include it
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
@@ -288,9 +296,10 @@ def _blocks(model: Any) -> list[nn.Module]:
 def _prepare(model: Any, config: ModelConfig) -> None:
     """Turn on gradient checkpointing and compile the layers, if configured."""
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.gradient_checkpointing == "offload":  # the version of transformers requires pinned memory
-            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint_on_host)
+        enable = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.24 on
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        if config.compile or config.gradient_checkpointing == "offload":
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=partial(_checkpoint, config))
         model.train()  # transformers recomputes only in train mode
     if config.compile:
         if not _blocks(model):
@@ -301,10 +310,14 @@ def _prepare(model: Any, config: ModelConfig) -> None:
             block.compile(dynamic=True)
 
 
-def _checkpoint_on_host(function: Callable[..., T], *arguments: Any) -> T:
-    """Checkpoint a layer and keep its inputs in host memory until the backward pass."""
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return cast(T, checkpoint(function, *arguments, use_reentrant=False))
+@torch.compiler.disable
+def _checkpoint(config: ModelConfig, layer: partial[T], *arguments: Any) -> T:
+    """Checkpoint a layer. With ``offload`` its inputs are in host memory until the backward pass."""
+    function, offload = layer.func, config.gradient_checkpointing == "offload"
+    if config.compile and isfunction(function):  # transformers from 5.23 on passes ``forward``, not a compiled call
+        function = torch.compile(function, dynamic=True)
+    with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():  # transformers always pins
+        return cast(T, checkpoint(function, *layer.args, *arguments, use_reentrant=False, **layer.keywords))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,19 +129,23 @@ def test_gradients_through_packed_attention_are_those_of_each_sequence_alone(pol
 @pytest.mark.parametrize(
     ("beside", "compiler"),
     [
+        ({}, "aot_eager"),
         ({"gradient_checkpointing": True, "lora": LoraConfig(rank=2, targets=["q_proj"])}, "aot_eager"),
+        ({"gradient_checkpointing": "offload"}, "aot_eager"),
         pytest.param({}, "inductor", marks=pytest.mark.slow),  # a minute of C++
     ],
-    ids=["traced", "compiled"],
+    ids=["traced", "recomputed", "offloaded", "compiled"],
 )
 def test_compiled_layers_do_the_same(
     beside: dict[str, Any], compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And are traced once for all layers and lengths."""
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=compiler))
+    """And are traced once for all layers and lengths; without gradients too, by the check of a policy."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     path = saved(ARCHITECTURES["qwen2, biased projections"], tmp_path)
-    plain, compiled = load(path, **beside), load(path, **beside, compile=True)
     counters.clear()
+    plain, compiled = load(path, **beside), load(path, **beside, compile=True)
+    assert counters.pop("aot_autograd")["ok"]
     for lengths in ((3, 9, 4), (20, 2)):
         (batch,) = pack([make_sequence(2, n, first_token=n) for n in lengths], token_budget=64)
         found = []
@@ -156,6 +160,7 @@ def test_compiled_layers_do_the_same(
     assert 0 < counters["aot_autograd"]["ok"] <= 4
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("way", [True, "offload"])
 def test_gradient_checkpointing_changes_no_gradient(model_folder: Path, way: bool | str) -> None:
     """Layers run again in the backward pass."""
