@@ -122,8 +122,9 @@ def test_the_flops_of_a_step_are_those_of_its_products() -> None:
     model = make_model(shape, make_tokenizer(), max_positions=256)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, 128, dtype=torch.int64)).logits.sum().backward()
-    attention = 6 * 3 * 64 * 128**2  # which the counter does not know on a CPU
-    assert training_flops(model, [128]) - attention == pytest.approx(counter.get_total_flops(), rel=0.01)
+    # Of attention on a CPU the counter knows nothing before torch 2.15; since then it counts masked products too.
+    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    assert training_flops(model, [128]) - 6 * 3 * 64 * 128**2 == pytest.approx(products, rel=0.01)
     assert training_flops(model, [128, 128]) == 2 * training_flops(model, [128])
 
 

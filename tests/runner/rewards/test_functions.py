@@ -92,7 +92,7 @@ RESULTS = {  # of a function of a prompt's responses, and of one of a response
 }
 
 
-@pytest.mark.parametrize(("arguments", "calls"), zip(RESULTS, (5, 15), strict=True))
+@pytest.mark.parametrize(("arguments", "calls"), [*zip(RESULTS, (5, 15), strict=True)])
 @pytest.mark.parametrize(("how", "concurrency"), [("def", None), ("def", 3), ("async def", None), ("async def", 3)])
 def test_calls_overlap_and_their_results_stay_in_order(
     config_of: MakeConfig, how: str, concurrency: int | None, arguments: str, calls: int
