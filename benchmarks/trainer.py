@@ -102,7 +102,7 @@ def measure_trainer(name: str, device: str) -> str:
     model = random_model("qwen3", row.sizes, device, POSITIONS, PACKED_ATTENTION)
     if config.model.lora is not None:
         add_adapters(model, config.model.lora, 0)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
     kernel = choose_kernel("auto", torch.device(device), DTYPE)
     policy = Policy(model, None, kernel, DTYPE)
