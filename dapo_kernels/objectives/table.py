@@ -7,13 +7,14 @@ losses are aggregated. The kernels over the vocabulary do not know its name.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeGuard
+
+from dapo_kernels.objectives.unknown import unknown_keyword, unknown_objective
 
 SURROGATES = ("clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl")
 RATIOS = ("token", "sequence", "sequence_token", "sequence_clipped")
@@ -382,43 +383,6 @@ class ObjectiveFields(TypedDict, total=False):
 
 # The parameters of each loss, which ``shows_options`` fills in: what a message about an unknown keyword may suggest.
 PARAMETERS: dict[str, tuple[str, ...]] = {}
-# Our keywords, and their names in TRL, verl, transformers and other trainers.
-_ELSEWHERE = {
-    "target_ids": ("labels",),
-    "mask": ("response_mask", "completion_mask", "loss_mask", "action_mask", "attention_mask", "ignore_index"),
-    "old_logprobs": ("old_log_prob", "old_log_probs", "old_logps", "old_per_token_logps"),
-    "ref_logprobs": ("ref_log_prob", "ref_log_probs", "ref_logps", "ref_per_token_logps"),
-    "importance_weights": ("rollout_is_weights", "tis_weights", "vllm_is_ratio", "importance_sampling_ratio"),
-    "denominator": ("num_tokens", "batch_num_tokens", "num_items_in_batch"),
-    "softcap": ("logit_softcap", "logit_softcapping", "final_logit_softcapping"),
-    "objective": ("loss_type", "loss_mode"),
-    "aggregate": ("loss_agg_mode", "reduction"),
-    "length_norm": ("loss_scale_factor", "max_completion_length"),
-    "ratio": ("importance_sampling_level",),
-    "clip_low and clip_high": ("epsilon", "clip_ratio", "cliprange", "clip_range", "clip_eps", "eps_clip"),
-    "clip_low": ("epsilon_low", "clip_ratio_low", "cliprange_low", "clip_eps_low", "eps_clip_low"),
-    "clip_high": ("epsilon_high", "clip_ratio_high", "cliprange_high", "clip_eps_high", "eps_clip_high"),
-    "dual_clip": ("clip_ratio_c", "eps_clip_c", "delta"),
-    "sapo_tau": ("tau_pos", "tau_neg", "sapo_temperature_pos", "sapo_temperature_neg"),
-    "kl_coef": ("beta", "kl_beta", "kl_coeff", "kl_loss_coef"),
-    "kl_estimator": ("kl_loss_type",),
-    "kl_through_ratio": ("use_bias_correction_kl",),
-    "entropy_coef": ("entropy_coeff",),
-    "top_entropy": ("top_entropy_quantile",),
-}
-# The same losses in TRL (bnpo) and verl, each with its own default clip bounds.
-_OBJECTIVES_ELSEWHERE = {
-    "bnpo": "'ppo'",
-    "gpg": "'reinforce'",
-    "vanilla": "'ppo' with dual_clip=3.0",
-}
-# What differs beside the name.
-_DIFFERENCES = {
-    "attention_mask": "True where a token trains, not the prompt",
-    "ignore_index": "mask=target_ids != ignore_index",
-    "delta": "the same from 1 + clip_high on",
-    "epsilon_high": "with 'cispo', TRL's minus 1",
-}
 # Fields that only some surrogates read. Setting one for another surrogate is an error.
 _CLIPPING = ("clip", "cispo", *_DPPO)
 _READ_BY = {"clip_low": _CLIPPING, "clip_high": _CLIPPING, "sapo_tau": ("sapo",)}
@@ -439,7 +403,7 @@ def resolve_objective(
     if isinstance(objective, str):
         # Not OBJECTIVES: torch.compile does not support a mapping proxy after the call has popped its options.
         if objective not in _ROWS:
-            raise _unknown_objective(caller, objective)
+            raise unknown_objective(caller, objective, _ROWS)
         objective = _ROWS[objective]
     elif not isinstance(objective, Objective):
         if not callable(objective) or isinstance(objective, type):
@@ -455,26 +419,10 @@ def resolve_objective(
     return objective
 
 
-def _unknown_objective(caller: str, name: str) -> ValueError:
-    spelled = name.lower().replace("-", "_")
-    near = _OBJECTIVES_ELSEWHERE.get(spelled) or (repr(spelled) if spelled in _ROWS else None)
-    hint = f" (did you mean {near}?)" if near else ""
-    return ValueError(f"{caller}: unknown objective {name!r}{hint}; known: {', '.join(_ROWS)}")
-
-
-def _unknown_keyword(caller: str, name: str) -> TypeError:
-    known = dict.fromkeys((*PARAMETERS.get(caller, ()), *FIELDS))
-    ours = [key.split(" and ") for key, names in _ELSEWHERE.items() if name in names]
-    near = ours[0] if ours else difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    but = f"; {_DIFFERENCES[name]}" if name in _DIFFERENCES else ""
-    hint = f" (did you mean {' and '.join(map(repr, near))}?{but})" if near and known.keys() >= set(near) else ""
-    return TypeError(f"{caller}: unknown argument {name!r}{hint}; known: {', '.join(known)}")
-
-
 def _with_overrides(caller: str, objective: Objective, overrides: Mapping[str, Any]) -> Objective:
     unknown = [name for name in overrides if name not in FIELDS]
     if unknown:
-        raise _unknown_keyword(caller, unknown[0])
+        raise unknown_keyword(caller, unknown[0], dict.fromkeys((*PARAMETERS.get(caller, ()), *FIELDS)))
     if callable(overrides.get("surrogate")):
         raise ValueError(f"{caller}: surrogate must be a name as a keyword: pass the function as objective=")
     chosen = replace(objective, **overrides)
