@@ -57,7 +57,7 @@ def with_layers(recipe: Path, n: int, folder: Path) -> str:
     [
         pytest.param(PAPER, 32.76e9, marks=pytest.mark.slow),
         pytest.param(SEVEN, 7.616e9, marks=pytest.mark.ranks),
-        pytest.param(EIGHT, 8.191e9, marks=pytest.mark.ranks),
+        pytest.param(EIGHT, 8.191e9, marks=pytest.mark.slow),
     ],
     ids=["32b", "7b", "8b"],
 )
