@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
@@ -73,9 +72,13 @@ def _dry_run(config: Config) -> int:
     check_start(config, config)
     if config.run.from_ is not None and not (config.run_dir / METRICS_FILE).exists():
         find_origin(config)
-    if config.model.path is not None:
-        check_lengths(config, config.model.path, download=False)
-    dataset = load_data(config, _tokenizer(config))
+    path = config.model.path
+    if path is not None:
+        check_lengths(config, path, download=False)
+        if not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "tokenizer_config.json"), str):
+            print(f"data: not read, because the tokenizer of {path} is not on this machine")
+            return 0
+    dataset = load_data(config, make_tokenizer() if path is None else load_tokenizer(path, config.model))
     make_curriculum(config.sampler.curriculum, dataset.train)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         print(unmatchable)
@@ -91,23 +94,3 @@ def _simulate(config: Config) -> int:
     found = simulate(config)
     print_rows(describe(config, found))
     return 0 if fits(config, found) else 1
-
-
-def _tokenizer(config: Config) -> Any:
-    path = config.model.path
-    if path is None:
-        return make_tokenizer()
-    is_here = Path(path).is_dir() or isinstance(try_to_load_from_cache(path, "tokenizer_config.json"), str)
-    return load_tokenizer(path, config.model) if is_here else NoTokenizer()
-
-
-class NoTokenizer:
-    """Stand in for the tokenizer of a model that is not downloaded. It returns no tokens, so no prompt is too long."""
-
-    chat_template = "not here"
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[] for _ in text]}
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
-        return "\n\n".join(turn["content"] for turn in conversation)

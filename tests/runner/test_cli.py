@@ -298,7 +298,7 @@ def test_answers_that_no_response_matches(files: dict[str, Path], tmp_path: Path
 def test_a_cached_tokenizer(
     files: dict[str, Path], tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model that is not downloaded, no prompt is too long, and none is the same as another."""
+    """Without one the data are not read."""
     folder = tmp_path / "models--some--here"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)
@@ -306,10 +306,10 @@ def test_a_cached_tokenizer(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     command = ["train", write_recipe(tmp_path), *with_paths(ON_FILES, files).split(), "--dry-run"]
-    for name, code in (("some/here", 2), ("some/where", 0)):
-        assert re.search(r"data: 3\D+2\D+1\b", dapo(*command, f"model.path={name}"))
-        dapo(*command, f"model.path={name}", "rollout.max_prompt_tokens=1", code=code)
-        assert ("rollout.max_prompt_tokens" in dapo.err) == (code == 2)
+    here, nowhere, short = "model.path=some/here", "model.path=some/where", "rollout.max_prompt_tokens=1"
+    assert re.search(r"data: 3\D+2\D+1\b", dapo(*command, here))
+    dapo.refuses("data.path: rollout.max_prompt_tokens", *command, here, short)
+    assert re.search(r"data: \D*some/where", dapo(*command, nowhere, short))
 
 
 def test_a_model_that_is_nowhere_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dapo: Dapo) -> None:
