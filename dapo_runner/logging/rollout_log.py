@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,9 @@ _NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 class RolloutLog:
     """Write the files of a folder. Each is complete or absent."""
 
-    most_bytes = 10**9  # size limit of the folder; beyond it the oldest files are removed
-
-    def __init__(
-        self,
-        folder: Path,
-        config: RolloutLogConfig,
-        keep_through: int = -1,
-        note: Callable[[str], None] = print,
-        tokenizer: Any = None,
-    ) -> None:
+    def __init__(self, folder: Path, config: RolloutLogConfig, keep_through: int = -1, tokenizer: Any = None) -> None:
         """Remove the files of steps after ``keep_through``. Without a tokenizer no per-token values are saved."""
-        self.folder, self.config, self.note, self.tokenizer, self.is_full = folder, config, note, tokenizer, False
+        self.folder, self.config, self.tokenizer = folder, config, tokenizer
         for step, path in saved_steps(folder).items():
             if step > keep_through:
                 path.unlink()
@@ -81,7 +72,6 @@ class RolloutLog:
         # No time stamp: the same run must write the same bytes.
         data = gzip.compress(to_jsonl(records), compresslevel=1, mtime=0)
         atomic_write(self.folder / f"step_{step:06d}.jsonl.gz", data)
-        self._make_room()
 
     def _training_record(
         self, sample: Sample, sequence: TrainingSequence, values: TokenValues | None
@@ -94,17 +84,6 @@ class RolloutLog:
             text = token_texts(self.tokenizer, sample.completion.token_ids.tolist())
             record["per_token"] = {"text": text, **_token_record(sample, sequence, values)}
         return record
-
-    def _make_room(self) -> None:
-        sizes = {path: path.stat().st_size for path in saved_steps(self.folder).values()}
-        for oldest in list(sizes)[:-1]:
-            if sum(sizes.values()) <= self.most_bytes:
-                return
-            if not self.is_full:
-                self.note(f"{self.folder} has reached 1 GB. Its oldest steps are removed from now on.")
-            self.is_full = True
-            oldest.unlink()
-            del sizes[oldest]
 
 
 @dataclass(frozen=True, slots=True)

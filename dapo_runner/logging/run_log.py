@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ class RunLog:
         first_step: int,
         keep_through: int,
         tokenizer: Any = None,
-        note: Callable[[str], None] = print,
     ) -> None:
         """Continue after ``first_step`` and keep the log lines of steps up to ``keep_through``. For a new run that is
         one less than ``first_step``, to remove the lines of an attempt that saved no checkpoint.
@@ -45,8 +44,8 @@ class RunLog:
         self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
         token_tokenizer = tokenizer if settings.rollouts.per_token else None
-        self._rollouts = RolloutLog(folder / ROLLOUTS, settings.rollouts, keep_through, note, token_tokenizer)
-        self._evaluations = RolloutLog(folder / EVALUATIONS, settings.rollouts, keep_through, note)
+        self._rollouts = RolloutLog(folder / ROLLOUTS, settings.rollouts, keep_through, token_tokenizer)
+        self._evaluations = RolloutLog(folder / EVALUATIONS, settings.rollouts, keep_through)
 
     def step(
         self,

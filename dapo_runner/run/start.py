@@ -162,13 +162,13 @@ def open_log(
 
     def open_here() -> RunLog:
         assert trackers is not None  # on rank 0
-        done, kept, note = start.last_completed_step, start.keep_log_through, context.progress.note
-        log = RunLog(config, trackers, first_step=done, keep_through=kept, tokenizer=tokenizer, note=note)
+        done, kept = start.last_completed_step, start.keep_log_through
+        log = RunLog(config, trackers, first_step=done, keep_through=kept, tokenizer=tokenizer)
         if start.checkpoint is not None:
             log.changes(start.changes)
             write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none
             for change in start.changes:
-                note(f"from step {done + 1} on {change}")
+                context.progress.note(f"from step {done + 1} on {change}")
         return log
 
     return context.world.run_on_rank0(open_here)

@@ -68,24 +68,13 @@ def test_everything_about_a_sample_comes_back(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_the_oldest_steps_are_removed_and_that_is_noted_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(open_log(tmp_path / "one"), 1, GROUPS)
-    size = saved_steps(tmp_path / "one")[1].stat().st_size
-    folder = tmp_path / "rollouts"
-    log = open_log(folder)
-    log.most_bytes = int(3.5 * size)
-    for step in range(1, 8):
-        write(log, step, GROUPS)
-        assert (capsys.readouterr().out != "") == (step == 4)
-    (folder / "step_000009.jsonl.gz.unfinished").write_bytes(b"")  # what a kill leaves
-    assert list(saved_steps(folder)) == [5, 6, 7]
-    again = open_log(folder, keep_through=6)  # the files of the first attempt count as well
-    again.most_bytes = size // 2  # a step larger than the limit is still kept
-    assert list(saved_steps(folder)) == [5, 6]
-    write(again, 7, GROUPS)
-    assert list(saved_steps(folder)) == [7]
+def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        write(open_log(tmp_path, keep_through=step - 1), step, GROUPS)
+    (tmp_path / "step_000009.jsonl.gz.unfinished").write_bytes(b"")  # what a kill leaves
+    assert list(saved_steps(tmp_path)) == [1, 2, 3, 4]
+    open_log(tmp_path, keep_through=2)
+    assert list(saved_steps(tmp_path)) == [1, 2]
 
 
 def test_values_per_token_are_saved(tmp_path: Path) -> None:
