@@ -6,9 +6,7 @@
              c are correct: 1 − C(k−c, j)/C(k, j) (arXiv 2107.03374, Eq. 1)
 
 How votes are counted: samples without an answer do not vote. All correct samples vote for the same answer. Incorrect
-samples vote for the same answer if their extracted texts are equal or, with the `math` rule, mathematically equal.
-Computed equality need not be transitive. So answers are ordered by votes, then by first sample, and each one joins the
-first earlier answer that it equals. Comparisons that cannot change the metric are skipped.
+samples vote for the same answer if their extracted texts are equal.
 
 If two answers tie and one of them is correct, the problem counts ½: the expected value of breaking the tie at random.
 """
@@ -21,40 +19,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import comb
 from statistics import fmean
-from typing import NamedTuple
 
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
-from dapo_runner.rewards.scoring import SameAnswer, load_same_answer, reads_answers
+from dapo_runner.rewards.scoring import reads_answers
 from dapo_runner.types import GenerateGroups, Group, Prompt, make_requests
 
 SOURCE_FIGURES = ("reward", "problems")  # per data source, beside avg@k and cons@k
 SEED = 1234  # of every evaluation, whatever run.seed is
-MAX_COMPARISONS = 200  # per problem; answers that were not compared count as different
 
 
 class EvaluationError(RunError):
     """Every held-out problem has a failed episode."""
 
 
-class Consensus(NamedTuple):
-    """cons@k, and the number of answer comparisons that failed or exceeded their deadline."""
-
-    correct: float
-    unsettled: int
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation: ``groups`` are all scored samples, ``metrics`` what is logged.
 
-    ``same`` decides whether two answers with different text are equal. ``reads_answers`` is False for a reward that
-    may judge a response without extracting an answer.
+    ``reads_answers`` is False for a reward that may judge a response without extracting an answer.
     """
 
     groups: list[Group]
     k: int
-    same: SameAnswer | None = None
     reads_answers: bool = True
 
     @cached_property
@@ -62,27 +49,24 @@ class Evaluation:
         """The metrics of all problems. With several evaluation sets also `SET/metric` of each. With several data
         sources also some of them as `SOURCE/metric` or `SET/SOURCE/metric`.
         """
-        votes = [_majority(group, self.same) for group in self.groups]
-        judged = list(zip(self.groups, votes, strict=True))
-        figures = self._figures(judged)
+        figures = self._figures(self.groups)
         for name in sorted({group.prompt.eval_set for group in self.groups}):
-            area, in_set = f"{name}/" if name else "", [pair for pair in judged if pair[0].prompt.eval_set == name]
+            area, in_set = f"{name}/" if name else "", [group for group in self.groups if group.prompt.eval_set == name]
             if name:
                 figures |= {f"{area}{key}": value for key, value in self._figures(in_set).items()}
-            sources = sorted({group.prompt.source for group, _ in in_set})
+            sources = sorted({group.prompt.source for group in in_set})
             for source in sources if len(sources) > 1 else []:
-                by_source = self._figures([pair for pair in in_set if pair[0].prompt.source == source])
+                by_source = self._figures([group for group in in_set if group.prompt.source == source])
                 shown = [key for key in by_source if key in SOURCE_FIGURES or key.startswith(("avg@", "cons@"))]
                 figures |= {f"{area}{source or 'no source'}/{key}": by_source[key] for key in shown}
         return figures
 
-    def _figures(self, judged: Sequence[tuple[Group, Consensus]]) -> dict[str, float]:
+    def _figures(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return avg@k, cons@k, pass@1, 2, 4 … k, the mean reward without the length penalty and each of its parts,
         the mean length in tokens, and shares in [0, 1] of truncated and unanswered responses.
 
         cons@k and no_answer are left out if the reward does not report the answers it extracted.
         """
-        groups = [group for group, _ in judged]
         samples = [sample for group in groups for sample in group.samples]
         average = fmean(group.n_correct / len(group.samples) for group in groups)
         turns = [len(sample.completion.policy_turns) for sample in samples]
@@ -94,7 +78,7 @@ class Evaluation:
         powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
         return {
             f"avg@{self.k}": average,
-            **({f"cons@{self.k}": fmean(found.correct for _, found in judged)} if votes else {}),
+            **({f"cons@{self.k}": fmean(map(consensus, groups))} if votes else {}),
             **{f"pass@{j}": fmean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
             "reward": fmean(sample.base_reward for sample in samples),
             **{f"reward_{name}": fmean(s.parts[name] for s in samples if name in s.parts) for name in parts},
@@ -103,7 +87,6 @@ class Evaluation:
             **({"turns": fmean(turns)} if any(turns) else {}),
             **({"no_answer": fmean(not s.correct and s.verdict.extracted is None for s in samples)} if votes else {}),
             "problems": float(len(groups)),
-            **({} if self.same is None else {"unsettled_votes": float(sum(found.unsettled for _, found in judged))}),
         }
 
 
@@ -124,7 +107,7 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
     groups = [group for group in scored if len(group.samples) == settings.k]  # the others have a failed episode
     if not groups:
         raise EvaluationError(f"evaluation: expected one of {len(prompts)} problems without a failed episode, got none")
-    return Evaluation(groups, settings.k, load_same_answer(config.reward), reads_answers(config.reward))
+    return Evaluation(groups, settings.k, reads_answers(config.reward))
 
 
 def pass_estimate(n: int, correct: int, j: int) -> float:
@@ -132,27 +115,9 @@ def pass_estimate(n: int, correct: int, j: int) -> float:
     return 1.0 - comb(n - correct, j) / comb(n, j)
 
 
-def _majority(group: Group, same: SameAnswer | None) -> Consensus:
-    texts: dict[str, str] = {}  # a response with each incorrect answer
-    count: Counter[str] = Counter()
-    for sample in group.samples:
-        answer = sample.verdict.extracted
-        if answer is not None and not sample.correct:
-            count[answer] += 1
-            texts.setdefault(answer, sample.completion.text)
-    n_correct, undecided = group.n_correct, count.most_common()  # ties stay in the order of the samples
-    ties = n_compared = unsettled = 0  # ties: incorrect answers with as many votes as the correct one
-    while undecided and sum(votes for _, votes in undecided) >= n_correct:
-        (first, votes), *undecided = undecided
-        if same is not None and undecided and votes <= n_correct and not unsettled and n_compared < MAX_COMPARISONS:
-            others = undecided[: MAX_COMPARISONS - n_compared]
-            verdicts = same(texts[first], [texts[answer] for answer, _ in others])
-            n_compared += len(others)
-            unsettled += verdicts.count(None)
-            joined = {answer for (answer, _), verdict in zip(others, verdicts, strict=True) if verdict}
-            votes += sum(count[answer] for answer in joined)
-            undecided = [item for item in undecided if item[0] not in joined]
-        if votes > n_correct:
-            return Consensus(0.0, unsettled)
-        ties += votes == n_correct
-    return Consensus(1 / (1 + ties) if n_correct else 0.0, unsettled)
+def consensus(group: Group) -> float:
+    """Return the correctness of the majority vote over the samples of a problem."""
+    answers = (True if sample.correct else sample.verdict.extracted for sample in group.samples)
+    votes = Counter(answer for answer in answers if answer is not None)
+    winners = [answer for answer, n in votes.items() if n == max(votes.values())]
+    return winners.count(True) / len(winners) if winners else 0.0

@@ -38,17 +38,15 @@ def verdict(rule: str, extracted: str | None = None, correct: bool = False) -> d
     return {"correct": correct, "extracted": extracted, "rule": rule}
 
 
-def judge_math(text: str, answer: str | None = None, other: str | None = None, values: Any = None) -> dict[str, Any]:
-    """Compare the answer in ``text`` with the ground truth ``answer``, or with the answer in the text ``other``.
-    ``values`` assigns numbers to variables of the first answer.
-    """
+def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
+    """Compare the answer in ``text`` with the ground truth. ``values`` assigns numbers to its variables."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     def read(text: str, *formats: Any) -> Any:
         return parse(text, list(formats), parsing_timeout=None, raise_on_error=True)
 
     latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
-    gold = read(rf"\boxed{{{answer}}}", latex) if other is None else read(other[-MATH_WINDOW:], latex, plain)
+    gold = read(rf"\boxed{{{answer}}}", latex)
     if not gold:
         raise ValueError("no mathematics in the ground truth")
     found = read(text[-MATH_WINDOW:], latex, plain)

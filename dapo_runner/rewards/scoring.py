@@ -38,8 +38,6 @@ class TextReward:
 
 
 Reward = TextReward | FunctionReward | Judge
-SameAnswer = Callable[[str, Sequence[str]], list[bool | None]]
-"""Return for each of several responses whether it gives the same answer as the first one; None if that failed."""
 
 # Rules that compare strings, with a template of a response in the format of the rule.
 _RULES: dict[str, tuple[Callable[[str, str], Verdict], str]] = {
@@ -75,11 +73,6 @@ def _compare_by(rule: Callable[[str, str], Verdict]) -> TextReward:
 def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:
     """Scale the score of a verdict from [0, 1] to [reward.incorrect, reward.correct]."""
     return replace(verdict, value=config.incorrect + (verdict.value or 0.0) * (config.correct - config.incorrect))
-
-
-def load_same_answer(config: RewardConfig) -> SameAnswer | None:
-    """Return how the `math` rule compares two answers; None for rules that compare the extracted text."""
-    return open_rule("math", config.workers, config.rule_deadline).compare if config.uses[0] == "math" else None
 
 
 def reads_answers(config: RewardConfig) -> bool:

@@ -28,7 +28,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,9 @@ class TextRule(WorkerRule):
     def judge_one(self, text: str, answer: str) -> Verdict:
         return self._ask({"text": text, "answer": answer})
 
-    def compare(self, text: str, others: Sequence[str]) -> list[bool | None]:
-        """Return which of ``others`` have the same answer as ``text``; None if the comparison failed."""
-        verdicts = self.run([{"text": other, "other": text} for other in others])
-        return [verdict.correct if verdict.rule == "math-verify" else None for verdict in verdicts]
-
-    def run(self, requests: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """Return the verdict on each request for ``rule_worker``."""
-        return map_in_threads(partial(_verdict_of, self._ask), requests, self.workers)
+    def judge_request(self, request: dict[str, Any]) -> Verdict:
+        """Return the verdict on a request for ``rule_worker``."""
+        return _verdict_of(self._ask, request)
 
     def _ask(self, request: dict[str, Any]) -> Verdict:
         """Return a worker's verdict. Raises WorkerError, and ConfigError for an invalid ground truth."""

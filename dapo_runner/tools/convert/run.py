@@ -111,7 +111,7 @@ def _settle(problem: Problem, text: str, config: ConvertConfig) -> dict[str, Any
 def is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | None:
     """Compare with math-verify. Return None if it cannot evaluate one side."""
     compared = {"text": f"\\boxed{{{expression}}}", "answer": answer.strip().strip("$"), "values": dict(values)}
-    (verdict,) = open_rule("math", WORKERS, DEADLINE).run([compared])
+    verdict = open_rule("math", WORKERS, DEADLINE).judge_request(compared)
     return verdict.correct if verdict.rule == "math-verify" else None
 
 
