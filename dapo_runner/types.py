@@ -60,11 +60,9 @@ class CallOptions:
     """Options of a whole ``generate`` call. An engine that runs one call at a time may ignore them.
 
     ``priority``: of several calls in flight, the smallest number goes first; None goes before all numbers.
-    ``completion_fraction``: once this share of the prompts is completed, the other prompts are dropped.
     """
 
     priority: int | None = None
-    completion_fraction: float = 1.0
 
 
 DEFAULT_OPTIONS = CallOptions()

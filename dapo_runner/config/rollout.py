@@ -206,16 +206,12 @@ class CurriculumConfig(Section):
 
 
 class SamplerConfig(Section):
-    requires = {"!advantage.segments rollout.engine=server": "oversample"}
-
     prompts_per_step: PositiveInt = 512  # accepted groups per step
     # dynamic sampling: accept groups with correct and incorrect samples, or with varying reward (without the length
     # penalty). null: accept every group
     filter_groups: Literal["correctness", "reward"] | None = "correctness"
     initial_acceptance: Share = 1 / 3  # expected share of accepted groups before the first round (paper: 512 of 1536)
     max_rounds: MayChange[PositiveInt] = 10  # generation rounds per step
-    # prompts submitted per prompt needed; once enough are completed, the others are dropped
-    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     # maximum age of a group in steps when it trains; older groups are dropped. null: rollout.max_staleness + 1
     max_age: MayChange[NonNegativeInt | None] = None
     # after max_rounds: stop with an error, or train on the groups accepted so far

@@ -49,7 +49,7 @@ class Config(TrainingConfig):
         "advantage.kind=group_std !advantage.segments !rollout.correction.mask": "preference distillation",
         "!rollout.sampling_mask !logging.rollouts.per_token !rollout.correction.weights": "preference distillation",
         "!preference !loss.reference !loss.reference_ema": "distillation",
-        "parallel.rollout_tensor=1 sampler.oversample=1 !advantage.segments": "env",
+        "parallel.rollout_tensor=1 !advantage.segments": "env",
     }
 
     algorithm: MayChange[str | None] = None  # a name in docs/algorithms.md; its settings become the defaults
@@ -279,8 +279,6 @@ def cautions(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={rollout.max_staleness}: one response may come from several policies, "
             "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come."
         )
-    if sampler.oversample > 1:
-        yield f"sampler.oversample={sampler.oversample:g}: long responses are rarer in training than they are sampled."
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
     is_graded = is_soft or ":" in reward.kind or reward.kind in ("fuzzy", "reasoning_gym")
     if (is_graded or reward.parts or config.env is not None) and sampler.filter_groups == "correctness":

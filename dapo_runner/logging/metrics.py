@@ -57,17 +57,12 @@ def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{area}/{key}": value for key, value in values.items()}
 
 
-def sampling_metrics(stats: SamplingStats, filter_on: str | None = None, oversampled: bool = False) -> dict[str, float]:
+def sampling_metrics(stats: SamplingStats, filter_on: str | None = None) -> dict[str, float]:
     """Return the metrics of all groups that a step generated, accepted or not; only counts if there are none.
-
-    Args:
-        filter_on: "reward" adds the shares of groups with varying and with equal rewards.
-        oversampled: Add the number of prompts that were dropped.
+    ``filter_on`` "reward" adds the shares of groups with varying and with equal rewards.
     """
     counted = ("rounds", "groups", "carried_in", "carried_out", "too_old")
     values: dict[str, float] = {name: stats[name] for name in counted}
-    if oversampled:
-        values["dropped"] = stats["submitted"] - stats["groups"]
     if stats["groups"]:
         by_reward = ("varying_reward_only", "varying_reward") if filter_on == "reward" else ()
         for name in ("all_correct", "all_incorrect", "mixed", *by_reward):

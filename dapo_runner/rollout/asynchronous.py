@@ -142,7 +142,8 @@ class AsynchronousSampler:
                     self._ready.append(self.buffer.take_step())
                 elif self._rounds and self._rounds[0].groups.done():
                     groups = self._rounds[0].groups.result()
-                    self.sampler.add_round(self._rounds.popleft().prompts, groups)
+                    self._rounds.popleft()
+                    self.sampler.add_round(groups)
                 else:
                     self._submit_rounds(generate)
                     break

@@ -33,8 +33,8 @@ class SamplingExhaustedError(RunError):
 SamplingStats = Counter[str]
 """Counts of all that one step generated, accepted or not; 0 for a name that is not there.
 
-rounds, submitted: rounds and their prompts. carried_in, carried_out: groups left over from earlier steps, and for later
-ones. too_old: groups dropped because they exceed `max_age`. The rest are sums of ``counts_of`` over groups.
+rounds: of prompts. carried_in, carried_out: groups left over from earlier steps, and for later ones. too_old: groups
+dropped because they exceed `max_age`. The rest are sums of ``counts_of`` over groups.
 """
 
 
@@ -110,9 +110,9 @@ class GroupBuffer:
         self.groups = self._recent(self.groups)
         self.stats["carried_in"] = len(self.groups)
 
-    def add(self, groups: Sequence[Group], n_submitted: int) -> None:
-        """Count a round of ``n_submitted`` prompts and add the groups that are accepted."""
-        self.stats.update(rounds=1, submitted=n_submitted)
+    def add(self, groups: Sequence[Group]) -> None:
+        """Count a round and add its groups that are accepted."""
+        self.stats["rounds"] += 1
         for group in groups:
             self.stats.update(counts_of(group))
         accepted = [replace(group, step=group.step or self.step) for group in groups if self._accepts(group)]
@@ -151,16 +151,14 @@ class GroupBuffer:
 
     def expected(self, n_prompts: int) -> int:
         """Return the expected number of accepted groups among ``n_prompts``, at the current acceptance."""
-        completed = round(n_prompts / self.config.oversample)
-        return int(completed * self.acceptance) if self.config.filter_groups else completed
+        return int(n_prompts * self.acceptance) if self.config.filter_groups else n_prompts
 
     def round_size(self, missing: int) -> int:
         """Return the number of prompts to submit for the missing groups, at the current acceptance."""
-        needed = missing
-        if self.config.filter_groups:
-            ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
-            needed = min(prompts_for(missing, self.acceptance), ceiling)
-        return round(self.config.oversample * needed)
+        if not self.config.filter_groups:
+            return missing
+        ceiling = prompts_for(self.config.prompts_per_step, LEAST_SHARE * self.config.initial_acceptance)
+        return min(prompts_for(missing, self.acceptance), ceiling)
 
     def _describe_shortfall(self) -> str:
         n = self.stats

@@ -33,13 +33,13 @@ class DynamicSampler:
         self.buffer.begin_step()
         while not self.buffer.is_done:
             prompts = self.cursor.take(self.buffer.round_size(self.buffer.missing), self.buffer.step)
-            self.add_round(prompts, generate(prompts, self.n_rounds))
+            self.add_round(generate(prompts, self.n_rounds))
         return self.buffer.take_step()
 
-    def add_round(self, prompts: list[Prompt], groups: list[Group]) -> None:
+    def add_round(self, groups: list[Group]) -> None:
         self.n_rounds += 1
         self.cursor.observe(groups)
-        self.buffer.add(groups, len(prompts))
+        self.buffer.add(groups)
         self.on_round(len(self.buffer.groups), self.buffer.stats)
 
     def drop_groups(self) -> int:

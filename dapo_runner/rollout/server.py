@@ -55,18 +55,19 @@ TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransf
 
 
 class _Call:
-    """The requests of one call: each is waiting, in progress, or answered. ``n_needed`` answers complete the call; with
-    None requests can be added and the call does not end. ``on_answer`` is called with the index of each answer.
+    """The requests of one call: each is waiting, in progress, or answered. With ``is_open`` requests can be added and
+    the call does not end. ``on_answer`` is called with the index of each answer.
     """
 
     def __init__(
         self,
         bodies: list[dict[str, Any]],
-        n_needed: int | None,
         oldest: int,
+        *,
+        is_open: bool = False,
         on_answer: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self.bodies, self.n_needed = bodies, n_needed
+        self.bodies, self.is_open = bodies, is_open
         self.oldest = oldest  # the oldest update whose weights may answer
         self.answers: dict[int, list[Completion]] = {}
         self.waiting = list(range(len(bodies)))
@@ -77,9 +78,7 @@ class _Call:
 
     @property
     def n_left(self) -> int:
-        if self.n_needed is None:
-            return max(1, len(self.bodies) - len(self.answers))
-        return self.n_needed - len(self.answers)
+        return max(int(self.is_open), len(self.bodies) - len(self.answers))
 
     def add(self, body: dict[str, Any]) -> None:
         self.waiting.append(len(self.bodies))
@@ -150,17 +149,17 @@ class ServerEngine(RolloutEngine):
             raise
 
     def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
-        """See ``RolloutEngine.generate``, and ``VLLMEngine.generate`` about log-probs. A prompt whose responses were
-        dropped has an empty list. Raises RolloutError.
+        """See ``RolloutEngine.generate``, and ``VLLMEngine.generate`` about log-probs. Raises
+        RolloutError.
         """
         bodies = self._bodies(requests, options.priority)
         if not bodies:
             return []
-        call = _Call(bodies, max(1, round(options.completion_fraction * len(bodies))), self.updates)
+        call = _Call(bodies, self.updates)
         n_requests = self._n_requests(max(one.sampling.n for one in requests), options)
         self._run(self._answer(call, n_requests, len(bodies)))
-        found = [call.answers.get(index, []) for index in range(len(bodies))]
-        return [each * (one.sampling.n // len(each)) if each else [] for each, one in zip(found, requests, strict=True)]
+        found = [call.answers[index] for index in range(len(bodies))]
+        return [each * (one.sampling.n // len(each)) for each, one in zip(found, requests, strict=True)]
 
     def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _OpenServerCall(self, options, wake, n_prompts)
@@ -267,18 +266,16 @@ class ServerEngine(RolloutEngine):
         pool = self.pool
         while call.n_left > 0:
             await call.changed.wait_until(
-                lambda: call.n_left <= 0 or (call.next_for(server) is not None and server in pool.ready)
+                lambda: call.n_left == 0 or (call.next_for(server) is not None and server in pool.ready)
             )
-            if (index := call.next_for(server)) is None or call.n_left <= 0:
+            if (index := call.next_for(server)) is None:
                 continue
             call.waiting.remove(index)
             try:
                 answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
                 n_samples = call.bodies[index]["sampling_params"]["n"]
-                completions = self._checked(server, answer, n_samples, call.oldest)
-                if call.n_left > 0:
-                    call.answers[index] = completions
-                    call.on_answer(index)
+                call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
+                call.on_answer(index)
                 pool.answered(server)
             except ServerError as error:
                 call.waiting.insert(0, index)
@@ -345,7 +342,7 @@ class _OpenServerCall(OpenCall):
         self.engine, self.options, self._wake = engine, options, wake
         self._keys: list[int] = []  # of the requests, by index
         self._answered: SimpleQueue[int] = SimpleQueue()
-        self._call = _Call([], None, engine.updates, self._on_answer)
+        self._call = _Call([], engine.updates, is_open=True, on_answer=self._on_answer)
         self._task = engine.start(engine._answer(self._call, engine._n_requests(1, options), n_prompts))
         self._task.add_done_callback(lambda _: wake())
 

@@ -77,8 +77,8 @@ class RolloutWorker:
     def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> list[Group]:
         """Return scored groups in the order of the requests.
 
-        Dropped requests, and those whose reward or episodes failed within the allowed failures, have no group. With
-        several ranks only rank 0 calls this, inside ``run_on_rank0``.
+        Requests whose reward or episodes failed within the allowed failures have no group. With several ranks only rank
+        0 calls this, inside ``run_on_rank0``.
         """
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]

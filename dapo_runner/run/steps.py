@@ -143,11 +143,10 @@ class Run(TrainingRun):
         which belong to the main thread. Of the rounds in flight, the earliest has priority.
         """
         requests = make_requests(prompts, rollout_sampling(self.config, number))
-        options = CallOptions(completion_fraction=1 / self.config.sampler.oversample)
         if isinstance(self.sampler, DynamicSampler):
-            return self.worker.generate(requests, options)
+            return self.worker.generate(requests)
         worker = replace(self.worker, world=SINGLE_PROCESS, clock=StepClock(), stop=StopRequest(), tree=None)
-        groups = worker.generate(requests, replace(options, priority=number))
+        groups = worker.generate(requests, CallOptions(priority=number))
         return [replace(group, step=self.start_step + group.oldest_version) for group in groups]
 
     def release_engine(self) -> None:
@@ -213,7 +212,7 @@ class Run(TrainingRun):
         """Return the number of tokens that the engine generated."""
         step, sampled = trained.step, trained.sampled
         figures = (
-            sampling_metrics(sampled.stats, self.config.sampler.filter_groups, self.config.sampler.oversample > 1)
+            sampling_metrics(sampled.stats, self.config.sampler.filter_groups)
             | {"sampling/tokens": sampled.generated}
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)

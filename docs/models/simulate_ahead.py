@@ -9,9 +9,9 @@ some generate for as long as the rest train, split as is best. Left out: prompts
 new weights, and what a step takes that grows with neither tokens nor GPUs but for `sync`.
 
 Three ways for a round to end: `rounds`, with its last response, as `rollout.partial=false` has it, but for its waits
-before new weights; `cut`, with over-sampling by the factor given (`sampler.oversample`), once as many groups are there
-as are needed, the rest dropped, which favours short responses; `kept`, the next steps' prompts already under way beside
-the last ones of this, still in their order: `rollout.partial`.
+before new weights; `cut`, with over-sampling by the factor given (`dapo_runner` does not have it), once as many groups
+are there as are needed, the rest dropped, which favours short responses; `kept`, the next steps' prompts already under
+way beside the last ones of this, still in their order: `rollout.partial`.
 """
 
 from __future__ import annotations

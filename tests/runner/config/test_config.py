@@ -134,7 +134,6 @@ def test_what_is_at_a_limit_is_accepted(overrides: str, tmp_path: Path) -> None:
         ("reward.kind=grades:grade sampler.filter_groups=correctness", ["reward.kind=grades:grade"]),
         ("reward.parts=[{use: integer}, {use: exact}]", ["reward.parts"]),
         ("reward.kind=grades:grade sampler.filter_groups=null", []),
-        ("rollout.engine=server sampler.oversample=2", ["sampler.oversample=2"]),
         ("rollout={engine: server, max_staleness: 2, correction: {weights: token}}", ["rollout.max_staleness=2"]),
     ],
 )
@@ -333,7 +332,7 @@ FIXED = {  # settings and whole sections that keep their values while a run resu
     "optimizer.": "warmup_steps weight_decay betas eps mini_batch_size",
     "rollout.": "engine temperature top_p top_k min_p sampling_mask stop group_size max_prompt_tokens "
     "max_response_tokens max_staleness partial correction max_mismatch_kl",
-    "sampler.": "prompts_per_step filter_groups initial_acceptance oversample curriculum",
+    "sampler.": "prompts_per_step filter_groups initial_acceptance curriculum",
     "reward.": "kind parts correct incorrect memory_mb overlong kl",
     "reward.judge.": "model options reward votes shows template answers",
     "critic.": "path share_trunk coef warmup_steps clip",

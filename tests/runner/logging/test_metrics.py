@@ -85,8 +85,8 @@ def test_sampling_metrics_by_hand() -> None:
     shares = {"all_correct": 0.25, "all_incorrect": 0.5, "mixed": 0.25, "accuracy": 3 / 8, "truncated": 0.25}
     expected = prefixed("sampling", {**counts, **shares, "groups": 4, "reward": -0.25, "length": 4})
     assert sampling_metrics(stats) == pytest.approx(expected)
-    empty = sampling_metrics(SamplingStats(carried_in=4, submitted=3), oversampled=True)
-    assert (empty["sampling/carried_in"], empty["sampling/dropped"]) == (4, 3)
+    empty = sampling_metrics(SamplingStats(carried_in=4))
+    assert empty["sampling/carried_in"] == 4
     assert "sampling/mixed" not in empty
 
 

@@ -235,20 +235,6 @@ def test_who_samples_asynchronously_asks_for_all_ranks(fleet: Fleet, priority: i
     assert all(found())
 
 
-def test_what_still_runs_when_enough_is_answered_is_dropped(fleet: Fleet) -> None:
-    """Three of four are needed. Six of the first twelve prompts hang, and the call ends without them."""
-    engine = fleet.open()
-    wanted = responses(engine.generate(REQUESTS))
-    slow = [list(prompt.token_ids) for prompt in PROMPTS[:12:2]]
-    fleet.hook(lambda body: fleet.hang(body) if body["token_ids"] in slow else None)
-    found = responses(engine.generate(REQUESTS, CallOptions(completion_fraction=3 / 4)))
-    assert [index for index, answers in enumerate(found) if not answers] == list(range(0, 12, 2))
-    assert all(answers == own for answers, own in zip(found, wanted, strict=True) if answers)
-    assert not engine.notes  # the servers are none the worse
-    fleet.over.set()
-    assert responses(engine.generate(REQUESTS)) == wanted
-
-
 def test_an_open_call_takes_prompts_while_others_are_answered(fleet: Fleet) -> None:
     engine, woken = fleet.open(), threading.Semaphore(0)
     call = engine.open_call(CallOptions(), woken.release, 4)

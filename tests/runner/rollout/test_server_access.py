@@ -268,7 +268,6 @@ AHEAD = {"max_staleness": 1, "correction": {"weights": "token"}}
 @pytest.mark.parametrize(
     ("rollout", "sections", "key"),
     [
-        ({}, {"advantage": {"segments": {"kind": "chain"}}, "sampler": {"oversample": 1.5}}, "sampler.oversample"),
         ({"engine": "hf", **AHEAD}, {}, "rollout.max_staleness"),
         ({"max_staleness": 1}, {}, "rollout.max_staleness"),
         ({"temperature": 2.5}, {}, "rollout.temperature"),

@@ -18,21 +18,6 @@ from dapo_runner.rollout.probe import N_PROMPTS, OutOfSyncError
 from dapo_runner.train import train
 
 
-def test_prompts_beyond_those_that_a_step_needs_are_dropped(model_fleet: Fleet) -> None:
-    fleet, slow = model_fleet, itertools.cycle([True, False, False])
-    raw = fleet.recipe(steps=2)
-    raw["sampler"] |= {"oversample": 1.5}
-
-    def hang_now_and_then(body: dict[str, Any]) -> None:
-        if body["sampling_params"]["n"] == raw["rollout"]["group_size"] and next(slow):
-            fleet.hang(body)
-
-    fleet.hook(hang_now_and_then)
-    first, second = events_of(train(parse(raw, Config), Progress()))
-    assert (first["sampling/groups"], first["sampling/dropped"]) == (4, 2)
-    assert first["batch/groups"] == second["batch/groups"] == 4
-
-
 def losing(fleet: Fleet, ahead: int, n: int, **run: Any) -> dict[str, Any]:
     raw = fleet.recipe(ahead, n, **run)
     raw["optimizer"] |= {"lr": 1e-2}

@@ -34,7 +34,7 @@ from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.rollout.server import TRANSFERS, ServerEngine
 from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.tiny_model import make_tokenizer
-from dapo_runner.types import CallOptions, Completion, Prompt, RolloutRequest, SamplingParams, make_requests
+from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 
 __all__ = ["pytestmark", "tiny"]
 
@@ -203,35 +203,6 @@ def read_metric(config: Config, metric: str) -> float:
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
-
-
-def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> None:
-    """A quarter of the prompts is; the server works on none of the others then, and takes new weights right away."""
-    notes: list[str] = []
-    batches = with_rollout(config, max_batch_sequences=4000)  # all is queued at the server at once
-    engine = open_engine(batches, note=notes.append)
-    asked, sampling = prompts()[:4] * 60, SamplingParams(n=4, max_tokens=16, seed=4)
-
-    def ask_for_more() -> None:
-        found = engine.generate(make_requests(asked, sampling), CallOptions(completion_fraction=1 / 4))
-        assert sorted(map(len, found)) == [0] * 180 + [4] * 60
-
-    for _ in range(4):  # on a busy machine it may have answered everything by the time it hears of it
-        before = read_metric(config, "request_success_total")
-        ask_for_more()
-        assert engine.generate(make_requests(asked[:1], sampling))[0]
-        wait_until(lambda: not sum(read_metric(config, f"num_requests_{state}") for state in ("running", "waiting")))
-        if read_metric(config, "request_success_total") - before < 4 * len(asked):
-            break
-    else:
-        pytest.fail("the server answered every prompt")
-    ask_for_more()
-    learner = in_turn(config)[2]
-    engine.update_weights(learner.policy.named_weights())
-    for answer in engine.generate(make_requests(asked[:1], sampling))[0]:
-        assert [stretch.version for stretch in answer.versions] == [2]
-        torch.testing.assert_close(answer.logprobs, policy_logprobs(learner, asked[0], answer), atol=1e-4, rtol=1e-4)
-    assert not notes
 
 
 def test_the_guard_of_a_real_server(
