@@ -30,7 +30,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rollout.engine import BatchCall, Groups, engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
-from dapo_runner.types import DEFAULT_OPTIONS, Group, Prompt, Sample, SamplingParams, Verdict, make_requests
+from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Verdict, make_requests
 
 QUESTION = "Tell me a story about a lighthouse, a storm and a very small boat."
 EPISODES, GROUP, THREADS = 64, 8, 1  # a group has the episodes of a prompt
@@ -89,7 +89,7 @@ class Bench:
     def several(self, seconds: float = 0.0) -> Groups:
         Listener.seconds = seconds
         sampling = SamplingParams(n=GROUP, max_tokens=self.config.rollout.max_response_tokens)
-        return self.runner(self.engine, make_requests(self.prompts, sampling), DEFAULT_OPTIONS)
+        return self.runner(self.engine, make_requests(self.prompts, sampling))
 
     def without_cache(self) -> Groups:
         self.engine.open_call = lambda *_: BatchCall(self.engine.generate)  # type: ignore[method-assign]

@@ -56,19 +56,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class CallOptions:
-    """Options of a whole ``generate`` call. An engine that runs one call at a time may ignore them.
-
-    ``priority``: of several calls in flight, the smallest number goes first; None goes before all numbers.
-    """
-
-    priority: int | None = None
-
-
-DEFAULT_OPTIONS = CallOptions()
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """A prompt to sample. ``index`` distinguishes the requests of one call, and groups are returned in its order. With
     ``sampling.seed`` it fixes every random choice.

@@ -15,7 +15,7 @@ from dapo_runner.config import Config
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, GenerateFunction, RolloutRequest
+from dapo_runner.types import Completion, GenerateFunction, RolloutRequest
 
 Groups = list[list[Completion]]
 Note = Callable[[str], None]
@@ -75,14 +75,17 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
+    def generate(self, requests: Sequence[RolloutRequest], priority: int | None = None) -> Groups:
         """Return ``n`` completions for each request, in the order of the requests.
 
         Their sampling may differ in ``n``, ``stop``, ``max_tokens`` and ``seed``. To continue a prefix, pass a prompt
         that ends in it and the remaining ``max_tokens``. The same call with the same weights returns the same tokens.
+
+        Of several calls in flight, the smallest ``priority`` goes first; None goes before all numbers. An engine that
+        runs one call at a time may ignore it.
         """
 
-    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+    def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         """Begin a call with at most ``n_prompts`` open at the same time. ``wake`` is called, from any thread, when
         ``OpenCall.is_ready`` may have become True for another reason than ``add``.
         """

@@ -31,7 +31,7 @@ from dapo_runner.errors import ConfigError, RunError, describe_error
 from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.segments import begin, join
 from dapo_runner.threads import in_thread
-from dapo_runner.types import CallOptions, Completion, RolloutRequest, Turn
+from dapo_runner.types import Completion, RolloutRequest, Turn
 
 MOST_CHARACTERS, MOST_CALLS = 32, 64  # of a message per token that an episode may have; calls at the same time
 COUNTS = ("episodes", "turns", "failed", "failed_raised", "failed_late", "failed_invalid", "failed_too_long")
@@ -62,11 +62,13 @@ class EpisodeRunner:
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
         self.n_unknown = count()  # texts that the tokenizer does not know a part of
 
-    def __call__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], options: CallOptions) -> Groups:
+    def __call__(
+        self, engine: RolloutEngine, requests: Sequence[RolloutRequest], priority: int | None = None
+    ) -> Groups:
         """Return the episodes of each request without those that failed. Raises EpisodeError where too many did."""
         numbers = [number for number, one in enumerate(requests) for _ in range(one.sampling.n)]
         plays = [self._play(one, sample) for one in requests for sample in range(one.sampling.n)]
-        found, turns = self._run(engine, plays, options)
+        found, turns = self._run(engine, plays, priority)
         failed = {key: one for key, one in found.items() if isinstance(one, BaseException)}
         counts = Counter[str](episodes=len(plays), turns=turns.total(), failed=len(failed))
         counts.update(f"failed_{one.args[0] if isinstance(one, FailureError) else 'raised'}" for one in failed.values())
@@ -89,7 +91,7 @@ class EpisodeRunner:
                 group[:] = [replace(one, turns=(*one.turns[:-1], end)) for one, end in zip(group, ends, strict=True)]
         return groups
 
-    def _run(self, engine: RolloutEngine, plays: list[Play], options: CallOptions) -> tuple[dict[int, Any], Any]:
+    def _run(self, engine: RolloutEngine, plays: list[Play], priority: int | None) -> tuple[dict[int, Any], Any]:
         """Return what each episode returned or raised, and how many turns it had. Late calls are left behind."""
         found, turns = dict[int, Any](), Counter[int]()
         futures, deadlines = dict[int, Any](), dict[int, float]()  # of calls, by the key of the episode
@@ -97,7 +99,7 @@ class EpisodeRunner:
         seconds, progress = self.config.timeout_seconds, threading.Event()
         late = FailureError("late", f"no answer within {seconds:g} s (env.timeout_seconds)")
         try:
-            with closing(engine.open_call(options, progress.set, len(plays))) as asked:
+            with closing(engine.open_call(priority, progress.set, len(plays))) as asked:
                 while len(found) < len(plays):
                     is_ready = asked.is_ready(not (waiting or deadlines))
                     while waiting and len(deadlines) < MOST_CALLS:

@@ -27,7 +27,7 @@ from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.routing import Routing
 from dapo_runner.rollout.engine import BatchCall, Groups, Note, OpenCall, RolloutEngine, copy_weights, stop_token_ids
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Completion, RolloutRequest, SamplingParams, TruncatedSupport
+from dapo_runner.types import Completion, RolloutRequest, SamplingParams, TruncatedSupport
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.
 DEAD_SHARE = 0.25
@@ -111,7 +111,7 @@ class HFEngine(RolloutEngine):
         copy_weights(self.model, weights)
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
+    def generate(self, requests: Sequence[RolloutRequest], priority: int | None = None) -> Groups:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model: its
         random numbers come from its seed, the index of its prompt and its own in the group.
         """
@@ -125,7 +125,7 @@ class HFEngine(RolloutEngine):
             self._decode(rows[start : start + self.max_batch_sequences])
         return [self._completions(group) for group in groups]
 
-    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+    def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _HFCall(self)
 
     def _decode(self, rows: list[_Row], *, keep: bool = False) -> None:

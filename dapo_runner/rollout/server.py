@@ -37,15 +37,7 @@ from dapo_runner.rollout.nccl import NCCLTransfer
 from dapo_runner.rollout.pool import ServerPool, Signal
 from dapo_runner.rollout.transfer import FileTransfer, Transfer
 from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
-from dapo_runner.types import (
-    DEFAULT_OPTIONS,
-    CallOptions,
-    Completion,
-    Prompt,
-    RolloutRequest,
-    SamplingParams,
-    VersionSpan,
-)
+from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, VersionSpan
 
 T = TypeVar("T")
 ATTEMPTS = 5  # attempts per prompt and server before the run ends
@@ -148,21 +140,19 @@ class ServerEngine(RolloutEngine):
             self.close()
             raise
 
-    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
-        """See ``RolloutEngine.generate``, and ``VLLMEngine.generate`` about log-probs. Raises
-        RolloutError.
-        """
-        bodies = self._bodies(requests, options.priority)
+    def generate(self, requests: Sequence[RolloutRequest], priority: int | None = None) -> Groups:
+        """See ``RolloutEngine.generate``, and ``VLLMEngine.generate`` about log-probs. Raises RolloutError."""
+        bodies = self._bodies(requests, priority)
         if not bodies:
             return []
         call = _Call(bodies, self.updates)
-        n_requests = self._n_requests(max(one.sampling.n for one in requests), options)
+        n_requests = self._n_requests(max(one.sampling.n for one in requests), priority)
         self._run(self._answer(call, n_requests, len(bodies)))
         found = [call.answers[index] for index in range(len(bodies))]
         return [each * (one.sampling.n // len(each)) for each, one in zip(found, requests, strict=True)]
 
-    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
-        return _OpenServerCall(self, options, wake, n_prompts)
+    def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+        return _OpenServerCall(self, priority, wake, n_prompts)
 
     def answers_to_probe(self, requests: Sequence[RolloutRequest], world: World) -> list[tuple[str | None, Groups]]:
         """See ``RolloutEngine.answers_to_probe``. Returns the answers of each server with the current weights, divided
@@ -222,9 +212,9 @@ class ServerEngine(RolloutEngine):
             call.cancel()
         return call
 
-    def _n_requests(self, n_samples: int, options: CallOptions) -> int:
+    def _n_requests(self, n_samples: int, priority: int | None) -> int:
         """Return how many requests with ``n_samples`` responses a server gets at a time."""
-        n_submitting = self.world.size if options.priority is None else 1  # with a priority, only rank 0
+        n_submitting = self.world.size if priority is None else 1  # with a priority, only rank 0
         return math.ceil(QUEUED * self.config.rollout.max_batch_sequences / n_samples / n_submitting)
 
     def _bodies(self, requests: Sequence[RolloutRequest], priority: int | None) -> list[dict[str, Any]]:
@@ -337,13 +327,13 @@ class ServerEngine(RolloutEngine):
 class _OpenServerCall(OpenCall):
     """Each prompt is a separate request. The servers' queues batch them, and their caches reuse earlier turns."""
 
-    def __init__(self, engine: ServerEngine, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> None:
+    def __init__(self, engine: ServerEngine, priority: int | None, wake: Callable[[], None], n_prompts: int) -> None:
         super().__init__()
-        self.engine, self.options, self._wake = engine, options, wake
+        self.engine, self.priority, self._wake = engine, priority, wake
         self._keys: list[int] = []  # of the requests, by index
         self._answered: SimpleQueue[int] = SimpleQueue()
         self._call = _Call([], engine.updates, is_open=True, on_answer=self._on_answer)
-        self._task = engine.start(engine._answer(self._call, engine._n_requests(1, options), n_prompts))
+        self._task = engine.start(engine._answer(self._call, engine._n_requests(1, priority), n_prompts))
         self._task.add_done_callback(lambda _: wake())
 
     def _on_answer(self, index: int) -> None:
@@ -353,7 +343,7 @@ class _OpenServerCall(OpenCall):
     def add(self, key: int, request: RolloutRequest) -> None:
         super().add(key, request)
         self._keys.append(key)
-        (body,) = self.engine._bodies([request], self.options.priority)
+        (body,) = self.engine._bodies([request], self.priority)
         http.shared_loop().call_soon_threadsafe(self._submit, body)
 
     def _submit(self, body: dict[str, Any]) -> None:

@@ -32,15 +32,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapter_tensors, save_adapters
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
 from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
-from dapo_runner.types import (
-    DEFAULT_OPTIONS,
-    CallOptions,
-    Completion,
-    FinishReason,
-    RolloutRequest,
-    SamplingParams,
-    TruncatedSupport,
-)
+from dapo_runner.types import Completion, FinishReason, RolloutRequest, SamplingParams, TruncatedSupport
 
 GIB = 2**30
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -122,7 +114,7 @@ class VLLMEngine(RolloutEngine):
         self._layers = layers_with_experts(self._model) if config.loss.routing_replay == "engine" else None
         self._asleep = False
 
-    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> Groups:
+    def generate(self, requests: Sequence[RolloutRequest], priority: int | None = None) -> Groups:
         """See ``RolloutEngine.generate``. A completion depends on its batch only by rounding.
 
         Log-probs are those of the sampled distribution: with temperature, and after top_p, top_k and min_p. Greedy
@@ -139,7 +131,7 @@ class VLLMEngine(RolloutEngine):
         answers = [self._completions(output.outputs, item) for output, item in zip(outputs, each, strict=True)]
         return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
 
-    def open_call(self, options: CallOptions, wake: Callable[[], None], n_prompts: int) -> OpenCall:
+    def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         """See ``RolloutEngine.open_call``. The rounding of a response depends on when other prompts were added."""
         self._clear_prefixes()
         return _VLLMCall(self)

@@ -21,7 +21,7 @@ from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.segments import grow_trees, join_continuation
 from dapo_runner.timing import StepClock
-from dapo_runner.types import DEFAULT_OPTIONS, CallOptions, Group, RolloutRequest, SamplingParams
+from dapo_runner.types import Group, RolloutRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class _Share(NamedTuple):
     """A message of rank 0 to another rank: requests, or the end of ``run_on_rank0``."""
 
     requests: list[RolloutRequest]
-    options: CallOptions = DEFAULT_OPTIONS
+    priority: int | None = None
     is_end: bool = False
 
 
@@ -74,7 +74,7 @@ class RolloutWorker:
         self._scatter(end)
         return result
 
-    def generate(self, requests: Sequence[RolloutRequest], options: CallOptions = DEFAULT_OPTIONS) -> list[Group]:
+    def generate(self, requests: Sequence[RolloutRequest], priority: int | None = None) -> list[Group]:
         """Return scored groups in the order of the requests.
 
         Requests whose reward or episodes failed within the allowed failures have no group. With several ranks only rank
@@ -83,7 +83,7 @@ class RolloutWorker:
         with self.clock.phase("wait") if self.world.size > 1 else nullcontext():
             costs = [float(len(request.prompt.token_ids) + request.sampling.max_tokens) for request in requests]
             parts = spread(costs, self._n_engines)
-            return self._answer(self._scatter([_Share([requests[i] for i in part], options) for part in parts]))
+            return self._answer(self._scatter([_Share([requests[i] for i in part], priority) for part in parts]))
 
     @property
     def _n_engines(self) -> int:
@@ -117,9 +117,9 @@ class RolloutWorker:
         if self.tree is not None:
             return grow_trees(self.engine.generate, self.tokenizer, share.requests, self.tree)
         if self.episodes is not None:
-            return self.episodes(self.engine, share.requests, share.options)
+            return self.episodes(self.engine, share.requests, share.priority)
         prompts = [request.prompt for request in share.requests]
-        completions = self.engine.generate(share.requests, share.options)
+        completions = self.engine.generate(share.requests, share.priority)
         return [
             [join_continuation(prompt, end, self.tokenizer) for end in found] if prompt.n_response_tokens else found
             for prompt, found in zip(prompts, completions, strict=True)

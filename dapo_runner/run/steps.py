@@ -27,7 +27,7 @@ from dapo_runner.rollout.worker import RolloutWorker, rollout_sampling
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.timing import StepClock
-from dapo_runner.types import CallOptions, Group, Prompt, TrainingSequence, make_requests
+from dapo_runner.types import Group, Prompt, TrainingSequence, make_requests
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Run(TrainingRun):
         if isinstance(self.sampler, DynamicSampler):
             return self.worker.generate(requests)
         worker = replace(self.worker, world=SINGLE_PROCESS, clock=StepClock(), stop=StopRequest(), tree=None)
-        groups = worker.generate(requests, CallOptions(priority=number))
+        groups = worker.generate(requests, priority=number)
         return [replace(group, step=self.start_step + group.oldest_version) for group in groups]
 
     def release_engine(self) -> None:

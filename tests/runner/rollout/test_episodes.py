@@ -42,7 +42,6 @@ from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.types import (
-    DEFAULT_OPTIONS,
     Completion,
     Group,
     Prompt,
@@ -111,7 +110,7 @@ def run(
 ) -> tuple[list[Completion], Scripted, EpisodeRunner]:
     tokenizer = chat_tokenizer(template)
     engine, runner = Scripted(tokenizer, script), EpisodeRunner(config_of(kind, **env), tokenizer)
-    (found,) = runner(engine, make_requests([prompt_of(tokenizer, answer=COLUMN)], sampling), DEFAULT_OPTIONS)
+    (found,) = runner(engine, make_requests([prompt_of(tokenizer, answer=COLUMN)], sampling))
     return found, engine, runner
 
 
@@ -147,7 +146,7 @@ def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> Non
     assert [span.version for span in first.versions] == [1, 1, 2, 2, 3, 3]
     assert sum(span.length for span in first.versions) == len(first.support.counts) == first.length
     assert {name: n for name, n in runner.take_counts().items() if n} == {"episodes": 2, "turns": 6}
-    runner.uncounted()(engine, make_requests([prompt], SAMPLING), DEFAULT_OPTIONS)
+    runner.uncounted()(engine, make_requests([prompt], SAMPLING))
     assert not any(runner.take_counts().values())
 
 
@@ -257,7 +256,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
         limits = {"max_turns": 3, "max_failed": max_failed, "timeout_seconds": 1.0}
         runner = EpisodeRunner(config_of("Odd", **limits), tokenizer)
         assert Odd.closed.get(timeout=30) == "fine"  # the one that was made to see its tools
-        return runner, runner(Scripted(tokenizer, SPOKEN), make_requests(prompts, SAMPLING), DEFAULT_OPTIONS)
+        return runner, runner(Scripted(tokenizer, SPOKEN), make_requests(prompts, SAMPLING))
 
     runner, groups = play(share)
     assert {way: len(group) for way, group in zip(WAYS, groups, strict=True)} == {
@@ -288,7 +287,7 @@ def test_an_engine_that_fails_closes_environments_once() -> None:
     assert Odd.closed.get(timeout=30)
     engine, prompt = Scripted(tokenizer, SPOKEN, fails_at=1), prompt_of(tokenizer, way="fine", seen=[])
     with pytest.raises(IndexError):
-        runner(engine, make_requests([prompt], replace(SAMPLING, n=3)), DEFAULT_OPTIONS)
+        runner(engine, make_requests([prompt], replace(SAMPLING, n=3)))
     assert [Odd.closed.get(timeout=30) for _ in range(3)] == ["fine"] * 3
     assert Odd.closed.empty()
 
@@ -367,7 +366,7 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
     script = [*map(call.format, ("up", "left", "down", "right")), *map(call.format, ("up", "left"))] * 4
     prompt, sampling = prompt_of(tokenizer), SamplingParams(n=2, max_tokens=20_000)
     engine: Any = Scripted(tokenizer, [*script, "I am done."])
-    groups = EpisodeRunner(config, tokenizer)(engine, make_requests([prompt], sampling), DEFAULT_OPTIONS)
+    groups = EpisodeRunner(config, tokenizer)(engine, make_requests([prompt], sampling))
     (group,) = Scorer(config)([prompt], groups)
     for sample, completion in zip(group.samples, groups[0], strict=True):
         assert completion.transcript.startswith("score=0.0\n")  # the text of reset, behind the prompt's own
@@ -506,7 +505,7 @@ def test_the_hf_engine_continues_the_cache_of_an_episode(engine: HFEngine) -> No
     hook = embeddings.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape[1]))
     prompts = [Prompt(str(i), tuple(range(3, 6 + i)), "", "7") for i in range(3)]
     runner = EpisodeRunner(config_of("Fickle"), engine.tokenizer)
-    groups = runner(engine, make_requests(prompts, replace(SAMPLING, n=12)), DEFAULT_OPTIONS)
+    groups = runner(engine, make_requests(prompts, replace(SAMPLING, n=12)))
     hook.remove()
     assert {*computed} == {1, 3, 7}  # prompts with their first message, then a token and the next message
     episodes = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]

@@ -23,7 +23,7 @@ from dapo_runner.rollout import pool
 from dapo_runner.rollout.client import RolloutError, ServerError
 from dapo_runner.rollout.engine import OpenCall
 from dapo_runner.rollout.pool import Signal
-from dapo_runner.types import CallOptions, SamplingParams, make_requests
+from dapo_runner.types import SamplingParams, make_requests
 
 
 def test_which_server_answers_makes_no_difference(fleet: Fleet, policy: Policy) -> None:
@@ -155,7 +155,7 @@ def test_weights_in_flight(fleet: Fleet, policy: Policy) -> None:
     engine = fleet.open(ahead=1)
     engine.update_weights(policy.named_weights())
     half, go_on = hold_halfway(fleet.servers)
-    found = in_thread(lambda: engine.generate(REQUESTS, CallOptions(0)))
+    found = in_thread(lambda: engine.generate(REQUESTS, priority=0))
     half.wait(120)
     engine.update_weights(moved(policy).items())
     probed = in_thread(lambda: engine.generate(REQUESTS[:1]))
@@ -201,8 +201,7 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
 
     fleet.hook(hold)
     first, *later = (
-        in_thread(lambda number=number: engine.generate(rounds[number], CallOptions(priority=number)))
-        for number in range(3)
+        in_thread(lambda number=number: engine.generate(rounds[number], priority=number)) for number in range(3)
     )
     assert [responses(answers()) for answers in later] == wanted[1:]
     others.set()
@@ -227,7 +226,7 @@ def test_who_samples_asynchronously_asks_for_all_ranks(fleet: Fleet, priority: i
     engine.world = World(0, Layout(2))
     fleet.hook(fleet.hang)
     n_before = fleet[0].seen(GENERATE)
-    found = in_thread(lambda: engine.generate(REQUESTS, CallOptions(priority=priority)))
+    found = in_thread(lambda: engine.generate(REQUESTS, priority=priority))
     wait_until(lambda: fleet[0].seen(GENERATE) - n_before >= wanted)
     time.sleep(0.05)  # in which more would come
     assert fleet[0].seen(GENERATE) - n_before == wanted
@@ -237,7 +236,7 @@ def test_who_samples_asynchronously_asks_for_all_ranks(fleet: Fleet, priority: i
 
 def test_an_open_call_takes_prompts_while_others_are_answered(fleet: Fleet) -> None:
     engine, woken = fleet.open(), threading.Semaphore(0)
-    call = engine.open_call(CallOptions(), woken.release, 4)
+    call = engine.open_call(None, woken.release, 4)
     (request,) = make_requests(PROMPTS[:1], replace(SAMPLING, n=1))
     ((wanted,),) = engine.generate([request])
     found: dict[int, Any] = {}
@@ -279,7 +278,7 @@ def test_a_request_wakes_up_one_idle_task_and_an_answer_none(fleet: Fleet, monke
 
     monkeypatch.setattr(asyncio.Event, "wait", count_and_wait)
     engine = fleet.open()
-    call = engine.open_call(CallOptions(), lambda: None, 16)  # 16 tasks for each server
+    call = engine.open_call(None, lambda: None, 16)  # 16 tasks for each server
     for key in range(10):
         call.add(key, ONE)
         assert take(call, 1) == {key}
@@ -289,7 +288,7 @@ def test_a_request_wakes_up_one_idle_task_and_an_answer_none(fleet: Fleet, monke
 def test_no_task_sleeps_while_a_request_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "RENEW", 1000.0)  # what a server does by itself would wake them up
     engine = fleet.open()
-    call = engine.open_call(CallOptions(), lambda: None, 16)
+    call = engine.open_call(None, lambda: None, 16)
     first, _ = engine.pool.servers
 
     async def lose(*added: int) -> None:

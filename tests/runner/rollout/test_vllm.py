@@ -31,7 +31,7 @@ from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.train import train
-from dapo_runner.types import DEFAULT_OPTIONS, Completion, Prompt, SamplingParams, make_requests
+from dapo_runner.types import Completion, Prompt, SamplingParams, make_requests
 
 pytestmark = [
     pytest.mark.vllm,
@@ -116,7 +116,7 @@ def test_turns_join_the_running_batch(engine: VLLMEngine, learner: Learner) -> N
     requests = make_requests(prompts, SamplingParams(n=3, max_tokens=40, seed=3))
     stop_ids, engine.stop_ids = engine.stop_ids, [*engine.stop_ids, *range(4, 12)]
     try:
-        groups = runner(engine, requests, DEFAULT_OPTIONS)
+        groups = runner(engine, requests)
     finally:
         engine.stop_ids = stop_ids
     assert max(len(one.policy_turns) for group in groups for one in group) == 3

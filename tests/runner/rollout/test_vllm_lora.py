@@ -63,7 +63,7 @@ def test_turns_of_an_open_call_are_answered_by_the_adapters(engine: VLLMEngine, 
     draw(learner, seed=7)
     engine.sync(learner.policy)
     (request,) = make_requests([prompt("1+1=", engine)], SamplingParams(temperature=0.0, max_tokens=6))
-    call = engine.open_call(None, lambda: None, 1)  # type: ignore[arg-type]
+    call = engine.open_call(None, lambda: None, 1)
     call.add(0, request)
     found: list[Any] = []
     while not found:
