@@ -15,10 +15,6 @@ and per token, by the formulas of `dapo_runner.algorithms.returns`:
     returns          from R on the last token
     group_returns    from R − mean_G on the last token
 
-With `advantage.turn_gamma` each turn k of an episode has its own return G_k = r_k + γ·G_{k+1}, which replaces R and is
-compared with turn k of the other samples. r_k is the environment's reward for the turn. The last turn also gets the
-rest of the reward: that of a rule, and the length penalty.
-
 Standard deviations are unbiased. Samples masked by overlong filtering count in means and standard deviations. Segments
 of a response have their own advantages (`segments.py`).
 """
@@ -27,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -83,10 +78,6 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
     groups, segments = list(groups), config.segments
     if segments is not None:
         rows: Iterable[Iterable[Any]] = [[segment_advantages(x, segments) for x in group.samples] for group in groups]
-    elif config.turn_gamma is not None:
-        rows = [
-            [(x, None) for x in row] for row in _turn_advantages(groups, ADVANTAGES[config.kind], config.turn_gamma)
-        ]
     elif config.kind in ADVANTAGES:
         rows = [[(x, None) for x in row] for row in _named_advantages(groups, ADVANTAGES[config.kind])]
     else:
@@ -107,27 +98,6 @@ def _named_advantages(groups: Sequence[Group], advantage: Advantage) -> list[lis
     rewards = [torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64) for group in groups]
     batch = torch.cat(rewards) if rewards else torch.empty(0, dtype=torch.float64)
     return [advantage(row, batch).tolist() for row in rewards]
-
-
-def _turn_advantages(groups: Sequence[Group], advantage: Advantage, gamma: float) -> list[list[Tensor]]:
-    """Return the advantage of each token: that of its turn."""
-    returns = [[_turn_returns(sample, gamma) for sample in group.samples] for group in groups]
-    found = [[torch.zeros(sample.completion.length) for sample in group.samples] for group in groups]
-    for k in range(max((len(one) for row in returns for one in row), default=0)):
-        reached = [[(index, one[k]) for index, one in enumerate(row) if k < len(one)] for row in returns]
-        values = [torch.tensor([value for _, value in row], dtype=torch.float64) for row in reached]
-        batch = torch.cat(values)
-        for group, advantages, row, rewards in zip(groups, found, reached, values, strict=True):
-            for (index, _), value in zip(row, advantage(rewards, batch).tolist() if row else [], strict=True):
-                turn = group.samples[index].completion.policy_turns[k]
-                advantages[index][turn.start : turn.end] = value
-    return found
-
-
-def _turn_returns(sample: Sample, gamma: float) -> list[float]:
-    rewards = [turn.reward or 0.0 for turn in sample.completion.policy_turns]
-    rewards[-1] += sample.reward - sum(rewards)
-    return list(accumulate(reversed(rewards), lambda following, reward: reward + gamma * following))[::-1]
 
 
 def _plugin_advantages(groups: Sequence[Group], name: str) -> list[list[Tensor]]:

@@ -233,8 +233,6 @@ def _training(config: Config) -> Iterator[Check]:
     yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
     fits = critic is None or critic.warmup_steps < steps
     yield "critic.warmup_steps", fits, f"fewer than the {steps} steps of the run"
-    fits = config.advantage.turn_gamma is None or (config.env is not None and config.preference is None)
-    yield "advantage.turn_gamma", fits, "null without env, or with preference"
     has_problems = bool(data.format == "arithmetic" or data.eval_size or data.eval)
     yield "data.eval_size", config.run.early_stop is None or has_problems, "more than 0 with run.early_stop"
     fits = "reasoning_gym" not in config.reward.uses or bool(data.reasoning_gym)

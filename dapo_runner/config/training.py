@@ -120,7 +120,6 @@ class AdvantageConfig(Section):
     requires = {
         "kind=gae|returns|group_returns": "gamma",
         "kind=gae": "lam",
-        "!segments": "turn_gamma",
         "kind=group_std !rollout.stop !rollout.max_staleness !reward.calls.max_failed": "segments",
     }
 
@@ -130,7 +129,6 @@ class AdvantageConfig(Section):
     gamma: Share = 1.0  # discount per token; formulas: dapo_runner.algorithms.returns
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95  # λ of gae
     segments: SegmentsConfig | None = None  # advantages per segment, instead of kind
-    turn_gamma: Share | None = None  # discount of rewards per turn of an episode; null: its turns share one advantage
 
     @property
     def by_token(self) -> bool:
@@ -139,8 +137,6 @@ class AdvantageConfig(Section):
     def checks(self) -> Iterator[Check]:
         known = BY_RESPONSE + BY_TOKEN
         yield "kind", self.kind in known or ":" in self.kind, f"one of {', '.join(known)}, or module:function"
-        fits = self.turn_gamma is None or self.kind in BY_RESPONSE
-        yield "kind", fits, f"one of {', '.join(BY_RESPONSE)} with advantage.turn_gamma"
 
 
 class CriticConfig(Section):

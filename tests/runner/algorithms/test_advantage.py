@@ -9,7 +9,7 @@ from typing import Any
 import longhand
 import pytest
 import torch
-from builders import make_group, make_prompt, make_sample
+from builders import make_group, make_prompt, make_sample, snippets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -95,11 +95,12 @@ def episode(rewards: list[float | None], reward: float) -> Sample:
         min_size=1,
         max_size=3,
     ),
-    st.sampled_from(BY_RESPONSE),
     st.sampled_from([0.5, 1.0]),
 )
-def test_turns_are_compared_with_the_same_turn_of_others(groups: Any, kind: str, gamma: float) -> None:
+def test_the_function_of_the_page_compares_turns_with_the_same_turn_of_others(groups: Any, gamma: float) -> None:
     """G_k = r_k + γ·G_{k+1}; the last turn also earns what of the reward the environment did not give."""
+    exec(snippets_of("environments")["turns: function"], my_turns := dict[str, Any]())
+    my_turns["GAMMA"] = gamma
     made = [Group(make_prompt(), tuple(episode(*one) for one in group)) for group in groups]
     returns: list[list[list[float]]] = []
     for group in groups:
@@ -113,15 +114,15 @@ def test_turns_are_compared_with_the_same_turn_of_others(groups: Any, kind: str,
     for k in range(3):
         reached = [[(g, i) for i, one in enumerate(group) if k < len(one)] for g, group in enumerate(returns)]
         rewards = [[returns[g][i][k] for g, i in places] for places in reached]
-        for places, values in zip(reached, longhand.advantages_of(kind, rewards), strict=True):
+        for places, values in zip(reached, longhand.advantages_of("group_mean", rewards), strict=True):
             expected |= {(*place, k): value for place, value in zip(places, values, strict=True)}
-    sequences = iter(make_sequences(made, AdvantageConfig(kind=kind, turn_gamma=gamma)))
+    found = my_turns["by_turn"](made)
     for g, group in enumerate(returns):
         for i, one in enumerate(group):
-            sequence = next(sequences)
             tokens = [expected[g, i, k] for k in range(len(one)) for _ in range(k + 1)]
-            assert sequence.advantages[sequence.mask].tolist() == pytest.approx(tokens, rel=1e-4, abs=1e-5)
-            assert sequence.rollout_logprobs.isfinite().all()
+            mask = made[g].samples[i].completion.loss_mask
+            assert found[g][i][mask].tolist() == pytest.approx(tokens, rel=1e-4, abs=1e-5)
+    assert all(sequence.rollout_logprobs.isfinite().all() for sequence in make_sequences(made, AdvantageConfig()))
 
 
 def response_of(*probabilities: float) -> Completion:

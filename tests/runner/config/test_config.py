@@ -254,7 +254,6 @@ REFUSED = [
     ("loss.routing_replay=engine model={path: m, tiny: null} env.tools=[a:b]", "loss.routing_replay", "env"),
     ("numerics=matched rollout.min_p=0.1", "rollout.sampling_mask"),
     ("advantage.kind=magic", "advantage.kind", "module:function", "magic"),
-    ("advantage.turn_gamma=0.9", "advantage.turn_gamma", "env"),
     ("advantage.kind=gae", "critic", "null"),
     (f"{GAE} critic.coef=0.5", "critic.coef", "critic.share_trunk"),
     (f"{GAE} critic.share_trunk=true critic.lr=1e-3", "critic.lr", "critic.share_trunk"),

@@ -27,6 +27,7 @@ FILES = {
     "my_tools": SNIPPETS["tool: function"],
     "my_games": SNIPPETS["game: class"],
     "my_arena": SNIPPETS["adapters"],
+    "my_turns": SNIPPETS["turns: function"],
     "my_game": f"{FIRST['game']}\n\n{FIRST['player']}",
 }
 
@@ -54,10 +55,10 @@ def train(dapo: Dapo, folder: Path, recipe: dict[str, Any]) -> dict[str, float]:
     return step
 
 
-def train_with(dapo: Dapo, folder: Path, model: Path, settings: str) -> dict[str, float]:
+def train_with(dapo: Dapo, folder: Path, model: Path, settings: str, **sections: Any) -> dict[str, float]:
     room = {"rollout": {"group_size": 4, "max_prompt_tokens": 200, "max_response_tokens": 40}}
     recipe = recipe_in(folder / "runs", model, **room, optimizer={"mini_batch_size": 8, "token_budget": 512})
-    for section, values in yaml.safe_load(SNIPPETS[settings]).items():
+    for section, values in (yaml.safe_load(SNIPPETS[settings]) | sections).items():
         recipe[section] = {**recipe.get(section, {}), **values}
     if "path" in recipe["data"]:
         del recipe["data"]["format"]
@@ -66,7 +67,8 @@ def train_with(dapo: Dapo, folder: Path, model: Path, settings: str) -> dict[str
 
 def test_every_snippet_is_tested() -> None:
     assert PAGE.count("```") == 2 * len(SNIPPETS)
-    assert SNIPPETS.keys() == {"tool: settings", "game: settings", "gym", "tool: function", "game: class", "adapters"}
+    settings, code = {"tool: settings", "game: settings", "gym"}, {"tool: function", "game: class", "adapters"}
+    assert SNIPPETS.keys() == settings | code | {"turns: function"}
     assert FIRST.keys() == {"game", "play", "player", "recipe"}
 
 
@@ -84,7 +86,7 @@ def test_a_tool(folder: Path, model_folder: Path, dapo: Dapo) -> None:
 
 
 def test_a_game(folder: Path, model_folder: Path, dapo: Dapo) -> None:
-    step = train_with(dapo, folder, model_folder, "game: settings")
+    step = train_with(dapo, folder, model_folder, "game: settings", advantage={"kind": "my_turns:by_turn"})
     assert step["env/turns"] > step["env/episodes"] > 0
     game = make_environment(EnvironmentConfig(**yaml.safe_load(SNIPPETS["game: settings"])["env"]))()
     game.reset({"seed": 1, "answer": ""})
