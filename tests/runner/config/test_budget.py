@@ -13,20 +13,20 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3644,
-    "rollout": 3217,
+    "top": 3576,
+    "rollout": 3200,
     "training": 2248,
-    "rewards": 1775,
-    "config": 1794,
-    "algorithms": 1798,
+    "rewards": 1761,
+    "config": 1782,
+    "algorithms": 1768,
     "tools": 1505,
-    "logging": 1200,
+    "logging": 1173,
     "preflight": 858,
     "data": 733,
     "environments": 370,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 261
+SETTINGS = 259
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
 
 
