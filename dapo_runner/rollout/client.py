@@ -22,12 +22,12 @@ GENERATE = "/inference/v1/generate"
 class ServerError(RuntimeError):
     """A server did not answer correctly. Another server may, or the same one later.
 
-    ``waited``: seconds until the deadline, if the request timed out.
+    ``waited`` and ``status``: those of ``http.HTTPError``.
     """
 
-    def __init__(self, message: str, waited: float = 0.0) -> None:
+    def __init__(self, message: str, waited: float = 0.0, status: int | None = None) -> None:
         super().__init__(message)
-        self.waited = waited
+        self.waited, self.status = waited, status
 
 
 class RefusedError(ServerError):
@@ -104,7 +104,7 @@ class Server:
             if error.status == 401:
                 message += f". {key_env or key_file(self.url)} must hold the key of `dapo serve`."
             kind = RefusedError if error.status in (401, 403) else ServerError
-            raise kind(message, error.waited) from None
+            raise kind(message, error.waited, error.status) from None
 
 
 def key_file(url: str) -> Path:

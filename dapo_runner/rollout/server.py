@@ -252,7 +252,7 @@ class ServerEngine(RolloutEngine):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, server: Server, call: _Call) -> None:
-        """Submit requests to one server, one after another, while it is in use, until the call completes."""
+        """Submit requests to a server in use, one after another, until the call completes. Raises RolloutError."""
         pool = self.pool
         while call.n_left > 0:
             await call.changed.wait_until(
@@ -261,6 +261,7 @@ class ServerEngine(RolloutEngine):
             if (index := call.next_for(server)) is None:
                 continue
             call.waiting.remove(index)
+            version = server.version
             try:
                 answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
                 n_samples = call.bodies[index]["sampling_params"]["n"]
@@ -269,17 +270,16 @@ class ServerEngine(RolloutEngine):
                 pool.answered(server)
             except ServerError as error:
                 call.waiting.insert(0, index)
-                if server.error is None:  # else an earlier failure caused this one
+                # vLLM 0.33 refuses requests while it is paused for new weights, unless the pause mode is keep.
+                is_paused = error.status == 503 and pool.transfer.version != version
+                if server.error is None and not is_paused:  # else an earlier failure caused this one
                     pool.lose(server, error)
-                    self._count_failure(call, server, index, error)
+                    call.failures[server, index] += 1
+                    call.reason = str(error)
+                    if all(call.failures[each, index] >= ATTEMPTS for each in pool.servers):
+                        failed = f"a prompt failed {ATTEMPTS} times at every server"
+                        raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
                 call.changed.set()
-
-    def _count_failure(self, call: _Call, server: Server, index: int, error: ServerError) -> None:
-        """Count a failure. Raises RolloutError if the request has failed too often at every server."""
-        call.failures[server, index] += 1
-        call.reason = str(error)
-        if all(call.failures[each, index] >= ATTEMPTS for each in self.pool.servers):
-            raise RolloutError(f"rollout: a prompt failed {ATTEMPTS} times at every server. The last error: {error}")
 
     async def _ask_each(self, bodies: list[dict[str, Any]], n_samples: int) -> dict[str, Groups]:
         found: dict[str, Groups] = {}

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,26 @@ def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, poli
     assert {min(own) for own in versions} == {1, 2}
     assert {body["mode"] for path, body, _ in fleet[0].asked if path == "/pause"} == {"wait"}
     assert engine.transfer.pause_within == engine.config.rollout.request_timeout  # of which earlier rounds take a part
+
+
+def test_requests_refused_during_an_update_are_submitted_again(fleet: Fleet, policy: Policy) -> None:
+    """vLLM 0.33 refuses requests that reach it during a pause, unless its mode is keep. No server is lost by that."""
+    engine, first, refused = fleet.open(ahead=1, partial=False), fleet[0].version, set[FakeServer]()
+
+    def arrive_late(server: FakeServer, body: dict[str, Any]) -> Answer | None:
+        if server.version != first:
+            return None
+        refused.add(server)
+        wait_until(lambda: server.paused or server.version != first)
+        return 503, {"error": {"message": "Generation is paused. Please retry after it resumes.", "code": 503}}
+
+    for server in fleet.servers:
+        server.hooks[GENERATE] = partial(arrive_late, server)
+    found = in_thread(lambda: engine.generate(REQUESTS))
+    wait_until(lambda: len(refused) == len(fleet.servers))
+    engine.update_weights(moved(policy).items())
+    assert {span.version for group in found() for one in group for span in one.versions} == {2}
+    assert not engine.notes
 
 
 def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
