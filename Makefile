@@ -56,8 +56,8 @@ $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm pyproject.toml $(SOURCES)
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c "import importlib.util; assert importlib.util.find_spec('vllm')"
-	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm.py tests/runner/rollout/test_vllm_experts.py
-	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/rollout/test_vllm_server.py tests/runner/rollout/test_vllm_lora.py  # of their own
+	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/engines/test_vllm.py tests/runner/engines/test_vllm_experts.py
+	$(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm tests/runner/engines/test_vllm_server.py tests/runner/engines/test_vllm_lora.py  # of their own
 
 # What the tests are worth: a place of the code is changed, and a test has to fail. Hours; after an interruption the rest.
 SAMPLE ?= 300

@@ -26,9 +26,9 @@ from benchmarks.report import markdown_table
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse
+from dapo_runner.engines.engine import BatchCall, Groups, engine_class
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy, load_tokenizer
-from dapo_runner.rollout.engine import BatchCall, Groups, engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.types import Group, Prompt, Sample, SamplingParams, Verdict, make_requests
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from dapo_runner.config import Config, ConfigError, TinyModelConfig
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import apply_template
+from dapo_runner.engines.hf import HFEngine
 from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
-from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.types import Prompt, SamplingParams, make_requests
 

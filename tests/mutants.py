@@ -60,7 +60,7 @@ MARKERS = "not slow and not gpu and not vllm"
 KINDS = ["BinaryOperator", "ComparisonOperator", "UnaryOperator", "AndWithOr", "OrWithAnd", "AddNot", "NumberReplacer"]
 KINDS += ["TrueWithFalse", "FalseWithTrue", "ZeroIteration", "BreakWithContinue"]
 # Tested on a GPU, by the emulation and in vLLM's environment, not here.
-ELSEWHERE = ["dapo_kernels/backends/cuda.py", "dapo_runner/rollout/receiver.py", "dapo_runner/rollout/vllm.py"]
+ELSEWHERE = ["dapo_kernels/backends/cuda.py", "dapo_runner/engines/receiver.py", "dapo_runner/engines/vllm.py"]
 TRAINING = "tests/runner/test_*.py"
 ROOMS = {  # folder of the code → patterns of its tests; the longest folder that fits a file is its room
     **dict.fromkeys((f"dapo_kernels{room}" for room in ("", "/backends", "/engine", "/objectives")), "tests/kernels"),
@@ -68,7 +68,7 @@ ROOMS = {  # folder of the code → patterns of its tests; the longest folder th
     "dapo_kernels/integrations": "tests/integrations",
     **{
         f"dapo_runner/{room}": f"tests/runner/{room}"
-        for room in ("algorithms", "data", "parallel", "policy", "rewards", "tools")
+        for room in ("algorithms", "data", "engines", "parallel", "policy", "rewards", "tools")
     },
     "dapo_runner/config": "tests/runner/config tests/runner/algorithms/test_settings.py tests/runner/tools "
     "tests/test_docs.py",  # a default stands in docs/settings.md
@@ -78,9 +78,9 @@ ROOMS = {  # folder of the code → patterns of its tests; the longest folder th
     "dapo_runner/environments": "tests/runner/environments tests/runner/rollout/test_episodes.py",
     "dapo_runner/preflight": "tests/runner/test_[rs]*.py tests/runner/test_cli.py tests/runner/test_tiny_model.py "
     "tests/runner/*/test_server_access.py tests/runner/*/test_config.py tests/runner/*/test_judge.py",
-    "dapo_runner/rollout": "tests/runner/rollout tests/runner/test_replayed_sampling.py",
+    "dapo_runner/rollout": "tests/runner/rollout tests/runner/engines tests/runner/test_replayed_sampling.py",
     "dapo_runner/run": f"{TRAINING} tests/runner/logging/test_trackers.py",
-    "dapo_runner": f"{TRAINING} tests/runner/rewards/test_judge.py tests/runner/rollout/test_server*.py "
+    "dapo_runner": f"{TRAINING} tests/runner/rewards/test_judge.py tests/runner/engines/test_server*.py "
     "tests/runner/rollout/test_episodes.py",
 }
 SELECTED = {  # room → markers of its tests; "": of every other room

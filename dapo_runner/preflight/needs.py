@@ -9,6 +9,7 @@ from pathlib import Path
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.data.reading import missing_data
+from dapo_runner.engines.engine import engine_class
 from dapo_runner.environments.tools import template_arguments
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import check_trackers
@@ -20,7 +21,6 @@ from dapo_runner.policy.model import DTYPES, resolve_device
 from dapo_runner.preflight.memory import host_estimate, model_shape, model_values, too_large_for_host
 from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
-from dapo_runner.rollout.engine import engine_class
 from dapo_runner.tiny_model import check_tiny
 
 HUB_SECONDS = 5  # deadline of the model hub

@@ -1,1 +1,1 @@
-"""Rollout engines, and the code that turns prompts into scored groups with them."""
+"""The code that turns prompts into scored groups, by an engine."""

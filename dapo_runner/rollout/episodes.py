@@ -24,11 +24,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from dapo_runner.config import Config
+from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.environments.environment import Answer, Environment, Number
 from dapo_runner.environments.template import TurnTemplate
 from dapo_runner.environments.tools import ToolEnvironment, make_environment, template_arguments
 from dapo_runner.errors import ConfigError, RunError, describe_error
-from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.segments import begin, join
 from dapo_runner.threads import in_thread
 from dapo_runner.types import Completion, RolloutRequest, Turn

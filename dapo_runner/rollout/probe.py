@@ -16,8 +16,8 @@ from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.packing import pack_shares, padding_batch
 from dapo_runner.config import AdvantageConfig, Config
+from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.errors import RunError
-from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.types import Group, Prompt, Sample, Verdict, make_requests
 
 N_PROMPTS, N_TOKENS = 8, 4  # N_TOKENS per response

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from dapo_runner.config import Config, TreeShape
+from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.parallel.balance import spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import Groups, RolloutEngine
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.segments import grow_trees, join_continuation
 from dapo_runner.timing import StepClock

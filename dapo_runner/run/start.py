@@ -12,6 +12,7 @@ import torch
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config
+from dapo_runner.engines.engine import engine_class
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -21,7 +22,6 @@ from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
-from dapo_runner.rollout.engine import engine_class
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler

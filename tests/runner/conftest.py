@@ -1,4 +1,4 @@
-"""Small real models for the runner's tests, made once per session, and servers that one of them answers in."""
+"""Small real models, made once per session; engines over them, and fake servers that end with their test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 from builders import TINY, save_model
 from fake_server import FakeServer
 from forked_python import forked_python
+from served import Fleet, HashEngine
 from small import Dapo, config_in
 
 from dapo_runner.config import ModelConfig
+from dapo_runner.engines import pool
+from dapo_runner.engines.hf import HFEngine
 from dapo_runner.logging.run_log import RunLog
-from dapo_runner.policy.model import Policy, load_policy
+from dapo_runner.policy.model import Policy, load_model, load_policy
 from dapo_runner.tiny_model import ensure_tiny_model, make_model, make_tokenizer
 from docs.glossary import is_documented
 
@@ -78,3 +81,27 @@ def servers(model_folder: Path) -> Iterator[list[FakeServer]]:
 @pytest.fixture
 def dapo(capsys: pytest.CaptureFixture[str]) -> Dapo:
     return Dapo(capsys)
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> HFEngine:
+    model = ModelConfig(path="x", dtype="float32")
+    return HFEngine(load_model(model_folder, model, torch.device("cpu"), "sdpa"), make_tokenizer(), 64)
+
+
+@pytest.fixture
+def fleet(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Servers that compute nothing, and are tried again soon."""
+    monkeypatch.setattr(pool, "REST", 0.01)
+    servers = [FakeServer(model_folder, HashEngine) for _ in range(2)]
+    fleet = Fleet(model_folder, servers, tmp_path)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def model_fleet(model_folder: Path, servers: list[FakeServer], tmp_path: Path) -> Iterator[Fleet]:
+    """Servers that sample from a small model."""
+    fleet = Fleet(model_folder, servers, tmp_path)
+    yield fleet
+    fleet.close()

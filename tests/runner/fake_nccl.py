@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from fake_server import FakeServer
 
-from dapo_runner.rollout.nccl import NCCLTransfer
+from dapo_runner.engines.nccl import NCCLTransfer
 
 MEET, UPDATE = "/init_weight_transfer_engine", "/update_weights"
 

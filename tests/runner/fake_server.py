@@ -20,10 +20,10 @@ import torch
 from transformers import AutoConfig
 
 from dapo_runner.config import ModelConfig
+from dapo_runner.engines.guard import CLAIM, RELEASE, RUN, Ownership, model_facts
+from dapo_runner.engines.hf import HFEngine
+from dapo_runner.engines.receiver import Receiver
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.guard import CLAIM, RELEASE, RUN, Ownership, model_facts
-from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.receiver import Receiver
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams
 

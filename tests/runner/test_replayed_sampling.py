@@ -15,10 +15,10 @@ from torch import Tensor
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ModelConfig, TreeShape
+from dapo_runner.engines.hf import HFEngine
+from dapo_runner.engines.vllm import read_support
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer
-from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation
-from dapo_runner.rollout.vllm import read_support
 from dapo_runner.types import (
     Completion,
     Group,

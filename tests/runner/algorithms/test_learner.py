@@ -21,9 +21,9 @@ from dapo_runner.algorithms.learner import Learner, mean_of, step_metrics
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.optimizer import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import CorrectionConfig
+from dapo_runner.engines.hf import HFEngine
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout.hf import HFEngine
 
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.config import load_config
+from dapo_runner.engines.server import TRANSFERS
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.rollout_log import read_step
-from dapo_runner.rollout.server import TRANSFERS
 from dapo_runner.tiny_model import ensure_tiny_model
 
 EPISODES = ["env={kind: 'talkers:Digits', max_turn_tokens: 25}", *ROOM]

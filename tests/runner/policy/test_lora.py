@@ -17,11 +17,11 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, take_snapshot
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
+from dapo_runner.engines.hf import HFEngine
+from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
-from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.rollout.vllm import VLLMEngine
 
 WITH_HEAD = {"targets": ["q_proj", "lm_head"]}
 

@@ -20,11 +20,11 @@ from torch.nn.functional import linear, log_softmax
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.config import Config
+from dapo_runner.engines.hf import HFEngine
+from dapo_runner.engines.vllm import engine_arguments, layers_with_experts, read_experts
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.routing import Routing
 from dapo_runner.rollout.group_buffer import GroupBuffer
-from dapo_runner.rollout.hf import HFEngine
-from dapo_runner.rollout.vllm import engine_arguments, layers_with_experts, read_experts
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Group, Prompt, Sample, SamplingParams, TrainingSequence, Verdict, make_requests
 

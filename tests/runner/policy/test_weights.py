@@ -11,9 +11,9 @@ from experts import small_experts
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dapo_runner.engines.engine import loadable_weights
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import layer_of
-from dapo_runner.rollout.engine import loadable_weights
 from dapo_runner.tiny_model import make_tokenizer
 
 SPARSE = {"first_k_dense_replace": 0}

@@ -29,6 +29,8 @@ from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner, step_metrics
 from dapo_runner.config import AdvantageConfig, Config, ModelConfig, RolloutLogConfig
 from dapo_runner.data.dataset import render
+from dapo_runner.engines.engine import BatchCall, Groups
+from dapo_runner.engines.hf import HFEngine
 from dapo_runner.environments.environment import Message
 from dapo_runner.environments.template import CUT
 from dapo_runner.environments.tools import MOST_CHARACTERS
@@ -37,10 +39,8 @@ from dapo_runner.logging.rollout_log import RolloutLog, read_step
 from dapo_runner.logging.show import page
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.rollout.engine import BatchCall, Groups
 from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
 from dapo_runner.rollout.group_buffer import GroupBuffer
-from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.types import (
     Completion,
     Group,

@@ -14,8 +14,8 @@ from served import PROMPTS
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import ModelConfig
+from dapo_runner.engines.hf import HFEngine
 from dapo_runner.policy.model import Policy, load_model
-from dapo_runner.rollout.hf import HFEngine
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.types import Completion
 

@@ -14,7 +14,7 @@ from builders import make_prompt
 from contract import model_logprobs, prompt
 
 from dapo_runner.config import SegmentsConfig, TreeShape
-from dapo_runner.rollout.hf import HFEngine
+from dapo_runner.engines.hf import HFEngine
 from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation, value_chains
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import (

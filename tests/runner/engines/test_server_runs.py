@@ -12,8 +12,8 @@ from served import Fleet
 from small import events_of
 
 from dapo_runner.config import Config, parse
+from dapo_runner.engines.client import RolloutError
 from dapo_runner.logging.progress import Progress
-from dapo_runner.rollout.client import RolloutError
 from dapo_runner.rollout.probe import N_PROMPTS, OutOfSyncError
 from dapo_runner.train import train
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from dapo_runner.rollout.transfer import checksum
-from dapo_runner.rollout.vllm import head_dtypes, pack_for_cpu
+from dapo_runner.engines.transfer import checksum
+from dapo_runner.engines.vllm import head_dtypes, pack_for_cpu
 
 
 class Receiver:

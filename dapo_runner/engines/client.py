@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from dapo_runner import http
 from dapo_runner.config.rollout import ServerConfig
+from dapo_runner.engines.guard import RUN
 from dapo_runner.errors import ConfigError, RunError
-from dapo_runner.rollout.guard import RUN
 
 MAX_BYTES = 2**30  # of an answer; about 140 per token: a group of 16 responses with 20k tokens takes 46 MB
 GENERATE = "/inference/v1/generate"

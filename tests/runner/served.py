@@ -18,9 +18,9 @@ from small import small_recipe
 
 from dapo_runner import threads
 from dapo_runner.config import Config
+from dapo_runner.engines.client import Server
+from dapo_runner.engines.server import ServerEngine
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout.client import Server
-from dapo_runner.rollout.server import ServerEngine
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 

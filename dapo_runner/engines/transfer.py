@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.engines.client import RolloutError, Server, ServerError
 from dapo_runner.files import check_writable, lock_file
 from dapo_runner.parallel.world import World
-from dapo_runner.rollout.client import RolloutError, Server, ServerError
 
 SHARED_MEMORY = Path("/dev/shm")
 LOCK, BLOCK = "lock", 2**24  # the name of a lock file; bytes per thread of a checksum

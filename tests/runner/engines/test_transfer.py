@@ -19,15 +19,15 @@ from refusals import refused
 from served import REQUESTS, Fleet, lost, moved, responses, wait_until
 from small import Dapo, write_recipe
 
+from dapo_runner.engines.client import RolloutError, ServerError
+from dapo_runner.engines.guard import CLAIM, RELEASE
+from dapo_runner.engines.server import TRANSFERS, ServerEngine
+from dapo_runner.engines.transfer import BLOCK, SHARED_MEMORY, FileTransfer, checksum
 from dapo_runner.http import run
 from dapo_runner.parallel.world import SINGLE_PROCESS, Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.preflight.memory import SENT, memory_estimate, model_shape
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.rollout.client import RolloutError, ServerError
-from dapo_runner.rollout.guard import CLAIM, RELEASE
-from dapo_runner.rollout.server import TRANSFERS, ServerEngine
-from dapo_runner.rollout.transfer import BLOCK, SHARED_MEMORY, FileTransfer, checksum
 
 FEW = REQUESTS[:4]
 

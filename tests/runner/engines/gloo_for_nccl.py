@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
-from dapo_runner.rollout.nccl import Group, NCCLTransfer
-from dapo_runner.rollout.receiver import Receiver
+from dapo_runner.engines.nccl import Group, NCCLTransfer
+from dapo_runner.engines.receiver import Receiver
 
 SWITCH = "GLOO_FOR_NCCL"
 
@@ -78,7 +78,7 @@ class Extension(Receiver):
 if SWITCH in os.environ:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from dapo_runner.rollout.vllm import pack_for_cpu
+    from dapo_runner.engines.vllm import pack_for_cpu
 
     finish = NCCLWeightTransferEngine.finish_weight_update
 

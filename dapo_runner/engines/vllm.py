@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.engines.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapter_tensors, save_adapters
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
-from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
 from dapo_runner.types import Completion, FinishReason, RolloutRequest, SamplingParams, TruncatedSupport
 
 GIB = 2**30

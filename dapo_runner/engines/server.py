@@ -27,16 +27,16 @@ from torch import Tensor
 
 from dapo_runner import http
 from dapo_runner.config import Config
+from dapo_runner.engines.client import GENERATE, RolloutError, Server, ServerError, server_key
+from dapo_runner.engines.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
+from dapo_runner.engines.guard import model_facts
+from dapo_runner.engines.nccl import NCCLTransfer
+from dapo_runner.engines.pool import ServerPool, Signal
+from dapo_runner.engines.transfer import FileTransfer, Transfer
+from dapo_runner.engines.vllm import finish_reason, known_logprobs, sampling_fields
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.weights import stored_tensors
-from dapo_runner.rollout.client import GENERATE, RolloutError, Server, ServerError, server_key
-from dapo_runner.rollout.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
-from dapo_runner.rollout.guard import model_facts
-from dapo_runner.rollout.nccl import NCCLTransfer
-from dapo_runner.rollout.pool import ServerPool, Signal
-from dapo_runner.rollout.transfer import FileTransfer, Transfer
-from dapo_runner.rollout.vllm import finish_reason, known_logprobs, sampling_fields
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, VersionSpan
 
 T = TypeVar("T")

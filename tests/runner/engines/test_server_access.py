@@ -28,14 +28,14 @@ from dapo_runner.cli import main
 from dapo_runner.commands.serve import _model, server_arguments
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
+from dapo_runner.engines import guard, pool
+from dapo_runner.engines.client import RolloutError, Server, ServerError
+from dapo_runner.engines.guard import CLAIM, OWNED, Guard, Ownership, model_facts
+from dapo_runner.engines.receiver import Receiver
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout
 from dapo_runner.policy.model import Policy
 from dapo_runner.preflight.needs import check_needs
-from dapo_runner.rollout import guard, pool
-from dapo_runner.rollout.client import RolloutError, Server, ServerError
-from dapo_runner.rollout.guard import CLAIM, OWNED, Guard, Ownership, model_facts
-from dapo_runner.rollout.receiver import Receiver
 from dapo_runner.run.folder import lock_folder
 
 Started = Callable[..., tuple[list[str], dict[str, str]]]

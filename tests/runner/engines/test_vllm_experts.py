@@ -13,8 +13,8 @@ from contract import prompt
 from experts import small_experts
 from test_vllm import CPU, load_learner, pytestmark, tiny_config
 
+from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.rollout.probe import SyncProbe
-from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.tiny_model import make_tokenizer
 
 __all__ = ["pytestmark"]

@@ -17,12 +17,12 @@ from refusals import refused
 from safetensors.torch import load_file
 from served import PROMPTS, REQUESTS, Fleet, in_thread, is_trial, lost, moved, responses, wait_until
 
+from dapo_runner.engines import pool
+from dapo_runner.engines.client import RolloutError, Server
+from dapo_runner.engines.guard import CLAIM
+from dapo_runner.engines.server import ATTEMPTS, TRANSFERS
+from dapo_runner.engines.transfer import FileTransfer
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout import pool
-from dapo_runner.rollout.client import RolloutError, Server
-from dapo_runner.rollout.guard import CLAIM
-from dapo_runner.rollout.server import ATTEMPTS, TRANSFERS
-from dapo_runner.rollout.transfer import FileTransfer
 from dapo_runner.tiny_model import make_tokenizer
 
 FEW = REQUESTS[:8]

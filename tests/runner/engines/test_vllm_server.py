@@ -26,13 +26,13 @@ from transformers import AutoConfig
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, dump_config
+from dapo_runner.engines import pool
+from dapo_runner.engines.client import RefusedError, Server, ServerError, key_file, server_key
+from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, model_facts
+from dapo_runner.engines.server import TRANSFERS, ServerEngine
+from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.http import run
-from dapo_runner.rollout import pool
-from dapo_runner.rollout.client import RefusedError, Server, ServerError, key_file, server_key
-from dapo_runner.rollout.guard import CLAIM, OWNED, RELEASE, model_facts
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
-from dapo_runner.rollout.server import TRANSFERS, ServerEngine
-from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
 

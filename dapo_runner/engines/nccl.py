@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dapo_runner.config import Config, ConfigError
+from dapo_runner.engines.client import Server, ServerError
+from dapo_runner.engines.transfer import Transfer
+from dapo_runner.engines.vllm import import_vllm
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import resolve_device
-from dapo_runner.rollout.client import Server, ServerError
-from dapo_runner.rollout.transfer import Transfer
-from dapo_runner.rollout.vllm import import_vllm
 from dapo_runner.threads import in_thread
 
 

@@ -17,13 +17,13 @@ import pytest
 from fake_server import GENERATE, UPDATE, Answer, FakeServer
 from served import PROMPTS, REQUESTS, SAMPLING, Fleet, in_thread, moved, responses, wait_until
 
+from dapo_runner.engines import pool
+from dapo_runner.engines.client import RolloutError, ServerError
+from dapo_runner.engines.engine import OpenCall
+from dapo_runner.engines.pool import Signal
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
-from dapo_runner.rollout import pool
-from dapo_runner.rollout.client import RolloutError, ServerError
-from dapo_runner.rollout.engine import OpenCall
-from dapo_runner.rollout.pool import Signal
 from dapo_runner.types import SamplingParams, make_requests
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from dapo_runner import http
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
-from dapo_runner.rollout.client import RefusedError, RolloutError, Server, ServerError
-from dapo_runner.rollout.engine import Note
-from dapo_runner.rollout.guard import CLAIM, RELEASE
-from dapo_runner.rollout.transfer import Transfer
+from dapo_runner.engines.client import RefusedError, RolloutError, Server, ServerError
+from dapo_runner.engines.engine import Note
+from dapo_runner.engines.guard import CLAIM, RELEASE
+from dapo_runner.engines.transfer import Transfer
 
 REST = 0.2  # seconds before a failed server is tried again; doubled with each failure in a row
 LONGEST_REST = 10.0

@@ -23,10 +23,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dapo_runner.config import Config
+from dapo_runner.engines.engine import BatchCall, Groups, Note, OpenCall, RolloutEngine, copy_weights, stop_token_ids
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.routing import Routing
-from dapo_runner.rollout.engine import BatchCall, Groups, Note, OpenCall, RolloutEngine, copy_weights, stop_token_ids
 from dapo_runner.types import Completion, RolloutRequest, SamplingParams, TruncatedSupport
 
 # Rows that have ended are dropped from the batch when they are this share of it: dropping copies the cache.

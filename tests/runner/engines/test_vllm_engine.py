@@ -13,9 +13,9 @@ from builders import make_config, make_prompt
 from refusals import refused
 
 from dapo_runner.config import ModelConfig
+from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
-from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.types import SamplingParams, make_requests
 
 

@@ -20,8 +20,8 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dapo_runner.config import ModelConfig
+from dapo_runner.engines.hf import HFEngine, ends_with_stop, sample_tokens
 from dapo_runner.policy.model import load_model
-from dapo_runner.rollout.hf import HFEngine, ends_with_stop, sample_tokens
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import SamplingParams, make_requests
 

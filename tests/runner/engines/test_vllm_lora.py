@@ -15,9 +15,9 @@ from test_vllm import CPU, load_learner, prober, pytestmark, raw_run, tiny, tiny
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse
+from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.logging.progress import Progress
 from dapo_runner.rollout.probe import OutOfSyncError
-from dapo_runner.rollout.vllm import VLLMEngine
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.train import train
 from dapo_runner.types import SamplingParams, make_requests

@@ -1,0 +1,1 @@
+"""Rollout engines: transformers, vLLM, and vLLM servers with what runs inside them."""
