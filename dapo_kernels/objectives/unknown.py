@@ -1,4 +1,4 @@
-"""Errors for an unknown objective or keyword. They name ours where the name is one of TRL, verl or transformers."""
+"""Errors for an unknown objective or keyword. They suggest our name for one that TRL, verl or transformers uses."""
 
 from __future__ import annotations
 

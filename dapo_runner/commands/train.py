@@ -15,7 +15,7 @@ from dapo_runner.commands.output import print_evaluations, print_rows, quiet_lib
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
 from dapo_runner.data.curriculum import make_curriculum
-from dapo_runner.data.dataset import load_data
+from dapo_runner.data.dataset import DataReport, load_data, load_problems
 from dapo_runner.files import check_writable
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.progress import make_progress
@@ -76,7 +76,8 @@ def _dry_run(config: Config) -> int:
     if path is not None:
         check_lengths(config, path, download=False)
         if not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "tokenizer_config.json"), str):
-            print(f"data: not read, because the tokenizer of {path} is not on this machine")
+            load_problems(config.data, DataReport())
+            print(f"data: valid; prompts are not counted, because the tokenizer of {path} is not on this machine")
             return 0
     dataset = load_data(config, make_tokenizer() if path is None else load_tokenizer(path, config.model))
     make_curriculum(config.sampler.curriculum, dataset.train)

@@ -47,8 +47,7 @@ class Dataset:
 def load_data(config: Config, tokenizer: Any) -> Dataset:
     """Return training and held-out prompts. Raises ConfigError."""
     data, report = config.data, DataReport()
-    make = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else _read
-    train, sets = make(data, report)
+    train, sets = load_problems(data, report)
     arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
@@ -75,6 +74,12 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
 
 
 Problems = tuple[list[Problem], dict[str, list[Problem]]]  # training problems, and evaluation sets by name
+
+
+def load_problems(data: DataConfig, report: DataReport) -> Problems:
+    """Read or generate what prompts are made of, and count rows in ``report``. Raises ConfigError."""
+    make = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else _read
+    return make(data, report)
 
 
 def _generate_arithmetic(data: DataConfig, report: DataReport) -> Problems:

@@ -311,13 +311,15 @@ def _prepare(model: Any, config: ModelConfig) -> None:
 
 
 @torch.compiler.disable
-def _checkpoint(config: ModelConfig, layer: partial[T], *arguments: Any) -> T:
+def _checkpoint(config: ModelConfig, layer: Callable[..., T], *arguments: Any) -> T:
     """Checkpoint a layer. With ``offload`` its inputs are in host memory until the backward pass."""
-    function, offload = layer.func, config.gradient_checkpointing == "offload"
-    if config.compile and isfunction(function):  # transformers from 5.23 on passes ``forward``, not a compiled call
-        function = torch.compile(function, dynamic=True)
-    with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():  # transformers always pins
-        return cast(T, checkpoint(function, *layer.args, *arguments, use_reentrant=False, **layer.keywords))
+    if config.compile and isinstance(layer, partial) and isfunction(layer.func):
+        # transformers from 5.23 on passes ``forward``, not a compiled call
+        layer = partial(torch.compile(layer.func, dynamic=True), *layer.args, **layer.keywords)
+    offload = config.gradient_checkpointing == "offload"
+    # Not transformers' own context: it pins memory, which fails without CUDA.
+    with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
+        return cast(T, checkpoint(layer, *arguments, use_reentrant=False))
 
 
 @torch.no_grad()

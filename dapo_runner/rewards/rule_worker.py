@@ -39,7 +39,7 @@ def verdict(rule: str, extracted: str | None = None, correct: bool = False) -> d
 
 
 def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
-    """Compare the answer in ``text`` with the ground truth. ``values`` assigns numbers to its variables."""
+    """Compare the answer in ``text`` with the ground truth. ``values`` assigns numbers to the answer's variables."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     def read(text: str, *formats: Any) -> Any:

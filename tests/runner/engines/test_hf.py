@@ -16,7 +16,6 @@ from builders import CUTS, save_model, what_is_left
 from contract import check_prefix, check_responses, check_seeds, check_stop_string, model_logprobs, prompt, tokens_of
 from torch import nn
 from transformers import AttentionInterface, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
-from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dapo_runner.config import ModelConfig
@@ -24,8 +23,6 @@ from dapo_runner.engines.hf import HFEngine, ends_with_stop, sample_tokens
 from dapo_runner.policy.model import load_model
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import SamplingParams, make_requests
-
-HAS_PACKED_HEADS = hasattr(sdpa_attention, "pack_gqa")  # transformers from 5.24 on
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
@@ -64,11 +61,16 @@ def test_attention_over_padding_has_the_bits_of_transformers(
     key, value = (torch.randn(3, keys, 40, 32).to(dtype) for _ in range(2))
     mask = torch.ones(length, 40, dtype=torch.bool).tril(40 - length).repeat(3, 1, 1, 1)
     mask[1, ..., :7] = False
-    for given in (mask, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -1e30), None):
+    for given in (
+        mask,
+        torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -1e30),
+        mask.repeat(1, heads, 1, 1),
+        None,
+    ):
         with torch.no_grad():
             expected, _ = sdpa_attention_forward(layer, query, key, value, given, scaling=0.3)
             found, _ = attention(layer, query, key, value, attention_mask=given, scaling=0.3)
-        if length > 1 or heads == keys or HAS_PACKED_HEADS:
+        if length > 1 or heads == keys:
             assert torch.equal(found, expected)
         torch.testing.assert_close(found, expected)
 

@@ -205,6 +205,26 @@ def read_metric(config: Config, metric: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{metric}{{"))
 
 
+def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> None:
+    """A call that is closed leaves the server nothing to do, and it takes new weights right away."""
+    notes: list[str] = []
+    engine = open_engine(with_rollout(config, max_batch_sequences=4000), note=notes.append)
+    asked, sampling = prompts()[:4] * 60, SamplingParams(n=1, max_tokens=1000, seed=4)
+    engine.generate(make_requests(asked[:1], replace(sampling, max_tokens=1)))
+    notes.clear()  # of a server that was still starting
+    call = engine.open_call(None, lambda: None, len(asked))
+    for key, request in enumerate(make_requests(asked, sampling)):
+        call.add(key, request)
+    wait_until(lambda: read_metric(config, "num_requests_running") > 0)
+    call.close()
+    wait_until(lambda: not sum(read_metric(config, f"num_requests_{state}") for state in ("running", "waiting")))
+    learner = in_turn(config)[2]
+    engine.update_weights(learner.policy.named_weights())
+    for answer in engine.generate(make_requests(asked[:1], replace(sampling, max_tokens=16)))[0]:
+        torch.testing.assert_close(answer.logprobs, policy_logprobs(learner, asked[0], answer), atol=1e-4, rtol=1e-4)
+    assert not notes
+
+
 def test_the_guard_of_a_real_server(
     config: Config, server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -175,6 +175,14 @@ def test_gradient_checkpointing_changes_no_gradient(model_folder: Path, way: boo
     assert_same_gradients(found[1], found[0], 0.0)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_of_the_hub_may_checkpoint_any_function(compiled: bool, model_folder: Path) -> None:
+    """Those of transformers give a ``functools.partial``."""
+    model = load(model_folder, gradient_checkpointing="offload", compile=compiled).model
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    assert torch.equal(model.model.layers[0]._gradient_checkpointing_func(layer.__call__, x), layer(x))
+
+
 def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path) -> None:
     policy = load(saved(ARCHITECTURES["gpt2, learned positions"], tmp_path), gradient_checkpointing=True)
     assert policy.model.training
