@@ -212,12 +212,14 @@ def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> N
     asked, sampling = prompts()[:4] * 60, SamplingParams(n=1, max_tokens=1000, seed=4)
     engine.generate(make_requests(asked[:1], replace(sampling, max_tokens=1)))
     notes.clear()  # of a server that was still starting
+    n_before = read_metric(config, "request_success_total")
     call = engine.open_call(None, lambda: None, len(asked))
     for key, request in enumerate(make_requests(asked, sampling)):
         call.add(key, request)
     wait_until(lambda: read_metric(config, "num_requests_running") > 0)
     call.close()
     wait_until(lambda: not sum(read_metric(config, f"num_requests_{state}") for state in ("running", "waiting")))
+    assert read_metric(config, "request_success_total") < n_before + len(asked)
     learner = in_turn(config)[2]
     engine.update_weights(learner.policy.named_weights())
     for answer in engine.generate(make_requests(asked[:1], replace(sampling, max_tokens=16)))[0]:
