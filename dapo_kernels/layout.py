@@ -309,7 +309,8 @@ def _layout(
 def _check_bounds(layout: Layout, cu_seqlens: Tensor) -> None:
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != layout.n_rows or bool((cu_seqlens.diff() < 0).any()):
-        raise layout.fail("cu_seqlens", f"non-decreasing from 0 to T={layout.n_rows}", _short(cu_seqlens.tolist()))
+        wanted = f"non-decreasing from 0 to T={layout.n_rows}, the last position of every sequence left out,"
+        raise layout.fail("cu_seqlens", wanted, _short(cu_seqlens.tolist()))
 
 
 def _short(values: list[int]) -> str:

@@ -47,7 +47,8 @@ _DIFFERENCES = {
 def unknown_objective(caller: str, name: str, known: Collection[str]) -> ValueError:
     """Return the error for an objective that is not among ``known``."""
     spelled = name.lower().replace("-", "_")
-    near = _OBJECTIVES_ELSEWHERE.get(spelled) or (repr(spelled) if spelled in known else None)
+    close = difflib.get_close_matches(spelled, known, n=1, cutoff=0.75)
+    near = _OBJECTIVES_ELSEWHERE.get(spelled) or (repr(close[0]) if close else None)
     hint = f" (did you mean {near}?)" if near else ""
     return ValueError(f"{caller}: unknown objective {name!r}{hint}; known: {', '.join(known)}")
 

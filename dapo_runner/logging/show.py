@@ -29,7 +29,8 @@ def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
     path, kind = run / METRICS_FILE, "step" if what == ROLLOUTS else "eval"
     is_logged = path.is_file() and any(event["kind"] == kind for event in read_jsonl(path))
     unfinished = f"No {kind} of {run} has finished." if run.is_dir() else "There is no such folder."
-    advice = "Set logging.rollouts.groups." if is_logged else unfinished
+    untrained = f"No group was trained on, or logging.rollouts.groups is 0. `dapo eval {run} --show 8` shows responses."
+    advice = untrained if is_logged else unfinished
     raise ConfigError(f"{run / what}: expected the {what} of a run, found none. {advice}")
 
 

@@ -308,6 +308,9 @@ def _prepare(model: Any, config: ModelConfig) -> None:
         register_packed_attention(torch.compiler.disable(packed_attention))
         for block in _blocks(model):
             block.compile(dynamic=True)
+    if config.compile and config.gradient_checkpointing:
+        # Else a layer may be recomputed by another of its graphs, which is an error (pytorch issue 166926).
+        torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
 @torch.compiler.disable

@@ -220,6 +220,7 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "objective", Objective, TypeError, ("function",)),
     ("dapo_loss", "objective", "gpg", ValueError, ("mean 'reinforce'?",)),
     ("dapo_loss", "objective", "Dr-GRPO", ValueError, ("mean 'dr_grpo'?",)),
+    ("dapo_loss", "objective", "cipso", ValueError, ("mean 'cispo'?",)),
     ("dapo_loss", "target_ids", IDS.masked_fill(IDS == 1, -100), IndexError, ("mask=target_ids != -100",)),
     (
         "dapo_loss",
@@ -232,7 +233,8 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "advantages", torch.ones(32, 128), ValueError, ("[T]=[6]", "[S]=[3]", "[32, 128]")),
     ("dapo_loss", "mask", torch.full((T,), 0.5), ValueError, ("importance_weights",)),
     ("dapo_loss", "inplace_backward", 1, TypeError, ("True", "False")),
-    *(("dapo_loss", "cu_seqlens", torch.tensor(x).int(), ValueError, ()) for x in ([0, 5], [0, 7], [1, 6], [6], [])),
+    *(("dapo_loss", "cu_seqlens", torch.tensor(x).int(), ValueError, ()) for x in ([0, 5], [1, 6], [6], [])),
+    ("dapo_loss", "cu_seqlens", torch.tensor([0, 7]).int(), ValueError, ("to T=6", "last position of every sequence")),
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
     ("dapo_loss", "cu_seqlens", BOUNDS.to("meta"), ValueError, ("meta",)),
     ("dapo_loss", "cu_seqlens", {**as_padded(good("dapo_loss")), "cu_seqlens": BOUNDS}, ValueError, ("[2, 3]",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ CASES: dict[str, Case] = {
     "prompt mean": {"loss": {"overrides": {"aggregate": "prompt-mean-token-mean"}}, "optimizer": {"token_budget": 48}},
     "poisoned": {"poisoned": float("inf")},
     "checkpointing": {"model": {"gradient_checkpointing": True}},
+    "compiled": {"model": {"compile": True}},
+    "checkpointing, compiled": {"model": {"gradient_checkpointing": True, "compile": True}},
     "distillation": {"distillation": {"teacher": "x"}},
     "pairs": {"preference": {"reference": "step"}},
     "pairs with a reference": {"preference": {}},
@@ -74,7 +77,7 @@ FLOAT16 = {
     for name, poisoned in ((name, 0.0), (f"{name}, overflow", 1e12))
 }
 CASES |= ROUTED | FLOAT16
-SHARED = set(CASES) - set(ROUTED) - {"lora on the head"}
+SHARED = {name for name in CASES if "compiled" not in name} - set(ROUTED) - {"lora on the head"}
 GATHERED_ONCE = ("dapo", "distillation", "clip_cov", "accumulated", "ppo", "lora")
 # Layout → the model, and the cases that it runs.
 LAYOUTS: list[tuple[dict[str, Any], str, list[str]]] = [
@@ -216,6 +219,29 @@ def test_an_update_is_that_of_one_process(tmp_path: Path) -> None:
                 if (name, model) not in alone:
                     alone[name, model] = run_case(tmp_path / model, name, {})
                 compare(next(found), alone[name, model], f"{name}, {parallel}")
+
+
+COMPILED = ("checkpointing", "compiled", "checkpointing, compiled")
+
+
+def run_compiled(rank: int, models: Path) -> None:
+    torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    found = []
+    for name in COMPILED:
+        torch.compiler.reset()
+        found.append(run_case(models / "tied", name, {"gpus": 2}))
+    if rank == 0:
+        torch.save(found, models / "compiled.pt")
+
+
+@pytest.mark.slow
+def test_compiled_layers_of_ranks_do_the_same(tmp_path: Path) -> None:
+    """Two minutes. Layers that run again take the graph that they took at first."""
+    save_models(tmp_path)
+    on_ranks(2, run_compiled, tmp_path)
+    expected, *others = torch.load(tmp_path / "compiled.pt")
+    for name, found in zip(COMPILED[1:], others, strict=True):
+        compare(found, expected, name)
 
 
 def compare(got: dict[str, Any], expected: dict[str, Any], case: str) -> None:
