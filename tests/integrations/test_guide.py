@@ -91,6 +91,28 @@ def test_plain_loop(head: str) -> None:
     assert_close(old["entropy"], torch.where(data["mask"], entropy, 0.0))
 
 
+def test_a_reference() -> None:
+    """Loss and gradient have 0.04 times k3, the mean of r - 1 - log r with r = reference / policy."""
+    torch.manual_seed(3)
+    model, reference, data = network(), network(), batch()
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+        wanted = run("plain: old log-probs", model=reference, **data)["old_logprobs"]
+    found = run("plain: reference", model=model, reference=reference, **data)
+    gradient = gradients(model)
+    plain = run("plain: before", model=model, **data)
+    log_r = (wanted - plain["logprobs"])[data["mask"]]
+    kl = (log_r.exp() - 1 - log_r).mean()
+    assert kl > 0.01
+    assert_close(found["out"].loss, plain["loss"] + 0.04 * kl)
+    logits = model(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits[:, :-1].float()
+    logprobs = (logits / data["temperature"]).log_softmax(-1)
+    log_r = (wanted - logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1))[data["mask"]]
+    (0.04 * (log_r.exp() - 1 - log_r).mean()).backward()  # beside the gradient of plain["loss"]
+    assert_close(gradient, gradients(model))
+
+
 def test_gradient_accumulation() -> None:
     model, data = network(), batch()
     names = {"model": model, "micro_batches": [slice(0, 1), slice(1, 4), slice(4, 6)], **data}
