@@ -131,7 +131,7 @@ def test_gradients_through_packed_attention_are_those_of_each_sequence_alone(pol
     [
         ({}, "aot_eager"),
         ({"gradient_checkpointing": True, "lora": LoraConfig(rank=2, targets=["q_proj"])}, "aot_eager"),
-        ({"gradient_checkpointing": "offload"}, "aot_eager"),
+        pytest.param({"gradient_checkpointing": "offload"}, "aot_eager", marks=pytest.mark.slow),
         pytest.param({}, "inductor", marks=pytest.mark.slow),  # a minute of C++
     ],
     ids=["traced", "recomputed", "offloaded", "compiled"],
