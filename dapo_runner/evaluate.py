@@ -119,5 +119,6 @@ def consensus(group: Group) -> float:
     """Return the correctness of the majority vote over the samples of a problem."""
     answers = (True if sample.correct else sample.verdict.extracted for sample in group.samples)
     votes = Counter(answer for answer in answers if answer is not None)
-    winners = [answer for answer, n in votes.items() if n == max(votes.values())]
+    most = max(votes.values(), default=0)
+    winners = [answer for answer, n in votes.items() if n == most]
     return winners.count(True) / len(winners) if winners else 0.0

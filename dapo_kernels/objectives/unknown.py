@@ -29,11 +29,14 @@ _ELSEWHERE = {
     "entropy_coef": ("entropy_coeff",),
     "top_entropy": ("top_entropy_quantile",),
 }
-# The same losses in TRL (bnpo) and verl, each with its own default clip bounds.
+# bnpo (TRL), gpg and vanilla (verl) are the same losses, each with its own default clip bounds. The last two have other
+# names here.
 _OBJECTIVES_ELSEWHERE = {
     "bnpo": "'ppo'",
     "gpg": "'reinforce'",
     "vanilla": "'ppo' with dual_clip=3.0",
+    "dpo": "the function preference_loss",
+    "dppo": "'dppo_tv' or 'dppo_kl'",
 }
 # What differs beside the name.
 _DIFFERENCES = {
@@ -47,7 +50,8 @@ _DIFFERENCES = {
 def unknown_objective(caller: str, name: str, known: Collection[str]) -> ValueError:
     """Return the error for an objective that is not among ``known``."""
     spelled = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(spelled, known, n=1, cutoff=0.75)
+    # With one letter changed a short name is often another algorithm: 'orpo' is no 'grpo'.
+    close = difflib.get_close_matches(spelled, known, n=1, cutoff=0.78)
     near = _OBJECTIVES_ELSEWHERE.get(spelled) or (repr(close[0]) if close else None)
     hint = f" (did you mean {near}?)" if near else ""
     return ValueError(f"{caller}: unknown objective {name!r}{hint}; known: {', '.join(known)}")

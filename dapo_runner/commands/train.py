@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 
 from dapo_runner.checkpoint import checkpoint_to_resume
@@ -22,7 +20,7 @@ from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.parallel.world import make_layout
-from dapo_runner.policy.lengths import check_lengths
+from dapo_runner.policy.lengths import check_lengths, is_local
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE
@@ -75,7 +73,7 @@ def _dry_run(config: Config) -> int:
     path = config.model.path
     if path is not None:
         check_lengths(config, path, download=False)
-        if not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "tokenizer_config.json"), str):
+        if not is_local(path, "tokenizer_config.json"):
             load_problems(config.data, DataReport())
             print(f"data: valid; prompts are not counted, because the tokenizer of {path} is not on this machine")
             return 0

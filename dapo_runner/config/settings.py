@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -143,7 +144,9 @@ class Config(TrainingConfig):
         return TreeShape(branching, tokens)
 
     def checks(self) -> Iterator[Check]:
-        yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}"
+        near = difflib.get_close_matches(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}{hint}"
         for checks in (_sizes, _tree, _engine, _training, _objective):
             yield from checks(self)
 

@@ -290,7 +290,7 @@ def attention(
 
     With a mask, that one copies keys and values for all query heads that share them. On a CPU torch's kernel gives the
     same bits without copies. For one token per row, query heads that share a key are folded into the query length, as
-    transformers does since 5.24: 4 to 11 times as fast in bfloat16; before 5.24 the result differs by rounding.
+    transformers does since 5.24, because it is faster. Before 5.24 the result differs by rounding.
     ``HFEngine`` registers this function for the whole process.
     """
     is_plain = query.device.type == "cpu" and not torch.is_grad_enabled()

@@ -29,13 +29,18 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
     for key, path in models.items():
         if path is None:
             continue
-        if download or Path(path).is_dir() or isinstance(try_to_load_from_cache(str(path), "config.json"), str):
+        if download or is_local(path, "config.json"):
             longest, setting = config.longest_sequence, "rollout.max_response_tokens"
             found = check_length(key, path, config.model, longest, setting, local_files_only=not download)
             if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
                 _check_windows(config, found)
         else:
             print(f"{key}: {path} is not in the local cache. Its maximum length is not checked.")
+
+
+def is_local(path: str | Path, file: str) -> bool:
+    """Return whether a model is a folder, or its ``file`` is in the cache of the hub."""
+    return Path(path).is_dir() or isinstance(try_to_load_from_cache(str(path), file), str)
 
 
 def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, **options: Any) -> Any:

@@ -221,6 +221,7 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "objective", "gpg", ValueError, ("mean 'reinforce'?",)),
     ("dapo_loss", "objective", "Dr-GRPO", ValueError, ("mean 'dr_grpo'?",)),
     ("dapo_loss", "objective", "cipso", ValueError, ("mean 'cispo'?",)),
+    ("dapo_loss", "objective", "dpo", ValueError, ("mean the function preference_loss?",)),
     ("dapo_loss", "target_ids", IDS.masked_fill(IDS == 1, -100), IndexError, ("mask=target_ids != -100",)),
     (
         "dapo_loss",

@@ -186,7 +186,7 @@ VLLM, SERVER = "rollout.engine=vllm", "rollout.engine=server"
 # Overrides, the setting that is named, what else the message has. All that settings require stands in docs/settings.md;
 # here is one of each kind of requirement.
 REFUSED = [
-    ("algorithm=DAPPO", "algorithm", "dapo", "DAPPO"),
+    ("algorithm=DAPPO", "algorithm", "did you mean dapo?", "DAPPO"),
     ("optimizer.lrr=1", "optimizer.lrr", "'lr'", "warmup_steps"),
     ("clip_high=3", "clip_high", "'loss.overrides.clip_high'"),
     ("optimizer.lr=fast", "optimizer.lr", "'fast'"),
