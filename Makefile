@@ -27,7 +27,7 @@ $(VENV)/.runner: pyproject.toml constraints.txt $(SOURCES)
 
 # verl's losses, for their tests: 81 MB without the forty packages verl asks for (one of them an older transformers).
 $(VENV)/.verl: tests/integrations/requirements-verl.txt $(VENV)/.installed
-	$(INSTALL) --no-deps -r $<
+	$(call INSTALL_INTO,$(VENV)) --no-deps -r $<
 	touch $@
 
 demo: $(VENV)/.runner

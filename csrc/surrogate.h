@@ -17,7 +17,7 @@
 namespace dapo {
 
 // Indices of objectives/table.py: SURROGATES and objectives.KL_ESTIMATORS.
-enum class Surrogate : int32_t { clip = 0, cispo = 1, reinforce = 2, sapo = 3, dppo_tv = 4, dppo_kl = 5 };
+enum class Surrogate : int32_t { clip = 0, cispo = 1, reinforce = 2, sapo = 3, dppo_tv = 4, dppo_kl = 5, up = 6 };
 enum class KlEstimator : int32_t { k1 = 0, k2 = 1, k3 = 2 };
 enum ClipHit : int8_t { kClipNone = 0, kClipLow = 1, kClipHigh = 2, kClipDual = 3 };
 
@@ -123,6 +123,11 @@ DAPO_HOST_DEVICE TokenLoss reinforce_term(float logprob, float advantage) {
   return out;
 }
 
+// -A l for a positive advantage, else the clip's
+DAPO_HOST_DEVICE TokenLoss up_term(float logprob, float log_ratio, float advantage, const Objective& o) {
+  return advantage > 0.0f ? reinforce_term(logprob, advantage) : clip_term(log_ratio, advantage, o);
+}
+
 // Estimate of KL(pi || pi_ref) and its derivative by l; d = l_ref - l.
 DAPO_HOST_DEVICE void kl_term(float logprob, float ref_logprob, KlEstimator estimator, float* value, float* slope) {
   const float d = ref_logprob - logprob;
@@ -145,6 +150,7 @@ DAPO_HOST_DEVICE TokenLoss token_objective(float logprob, float log_ratio, float
                   : o.surrogate == Surrogate::cispo ? cispo_term(logprob, log_ratio, advantage, o)
                   : o.surrogate == Surrogate::sapo  ? sapo_term(log_ratio, advantage, o)
                   : o.surrogate == Surrogate::reinforce ? reinforce_term(logprob, advantage)
+                  : o.surrogate == Surrogate::up        ? up_term(logprob, log_ratio, advantage, o)
                                                         : dppo_term(logprob, log_ratio, advantage, o);
   if (importance_weight == 0.0f) {  // silences a policy term that overflows too
     out.value = out.d_logprob = out.d_log_ratio = 0.0f;

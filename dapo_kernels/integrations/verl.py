@@ -110,7 +110,7 @@ def configured(name: str, config: Any) -> Objective:
     if row.clip_cov is not None:
         covariance = config.policy_loss
         return replace(row, clip_cov=(covariance.clip_cov_ratio, covariance.clip_cov_lb, covariance.clip_cov_ub))
-    if row.surrogate in ("clip", "dppo_tv", "dppo_kl") and row.ratio == "token":
+    if row.surrogate in ("clip", "up", "dppo_tv", "dppo_kl") and row.ratio == "token":
         return replace(row, dual_clip=config.clip_ratio_c)
     return row
 

@@ -82,6 +82,14 @@ def clip_term(log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dua
     return ops.where(idle, 0.0, value), ops.where(idle, 0.0, slope), ops.where(idle, 0, hit)
 
 
+def up_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any, dual_clip: Any) -> Any:
+    """Return −A·ℓ for A > 0, else what ``clip_term`` returns; d/dℓ, d/dδ, and which bound was hit."""
+    value, slope, hit = clip_term(log_ratio, advantage, clip_low, clip_high, dual_clip)
+    free = advantage > 0
+    value = ops.where(free, -advantage * logprob, value)
+    return value, ops.where(free, -advantage, 0.0), ops.where(free, 0.0, slope), ops.where(free, 0, hit)
+
+
 def cispo_term(logprob: Any, log_ratio: Any, advantage: Any, clip_low: Any, clip_high: Any) -> Any:
     """Return −sg[clip(ρ)]·A·ℓ, d/dℓ, and which bound was hit."""
     ratio = ops.exp(log_ratio)
@@ -174,6 +182,8 @@ def token_objective(
         value, d_logprob, hit = dppo_tv_term(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip)
     elif surrogate == "dppo_kl":
         value, d_logprob, hit = dppo_kl_term(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip)
+    elif surrogate == "up":
+        value, d_logprob, d_ratio, hit = up_term(logprob, log_ratio, advantage, clip_low, clip_high, dual_clip)
     elif surrogate == "sapo":
         value, d_ratio = sapo_term(log_ratio, advantage, tau_positive, tau_negative)
     else:

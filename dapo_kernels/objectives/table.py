@@ -16,13 +16,14 @@ from typing import Any, TypedDict, TypeGuard
 
 from dapo_kernels.objectives.unknown import unknown_keyword, unknown_objective
 
-SURROGATES = ("clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl")
+SURROGATES = ("clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "up")
 RATIOS = ("token", "sequence", "sequence_token", "sequence_clipped")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_TO = ("reference", "old")
 BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
 _SEQUENCE_WEIGHTS = ("vespo", "off_policy_mask")
 _DPPO = ("dppo_tv", "dppo_kl")
+_DUAL_CLIPPED = ("clip", "up", *_DPPO)
 _LARGEST = 3.4e38
 # The fields that apply to a user-defined loss function.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
@@ -78,7 +79,8 @@ class Objective:
         surrogate: ``"clip"``: −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) (PPO, eq. 7);
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
             ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, or zero if the
-            token's probability has changed by more than clip_low or clip_high in the direction of A (DPPO).
+            token's probability has changed by more than clip_low or clip_high in the direction of A (DPPO);
+            ``"up"``: −A·ℓ for A > 0, else as ``"clip"`` (UP).
         ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of the mean of ℓ − ℓ_old over the
             sequence (GSPO); ``"sequence_token"``: that value with each token's own gradient (GSPO-token);
             ``"sequence_clipped"``: as ``"sequence"``, with every token's ratio clipped before the mean (GMPO).
@@ -189,8 +191,8 @@ class Objective:
             raise ValueError(f"kl_through_ratio=True requires kl_estimator='k3', got {self.kl_estimator!r}")
         if self.kl_through_ratio and self.ratio != "token":
             raise ValueError(f"kl_through_ratio=True requires ratio='token', got {self.ratio!r}")
-        if self.dual_clip is not None and self.surrogate not in ("clip", *_DPPO):
-            raise ValueError(f"dual_clip requires surrogate 'clip' or 'dppo_*', got {self.surrogate!r}")
+        if self.dual_clip is not None and self.surrogate not in _DUAL_CLIPPED:
+            raise ValueError(f"dual_clip requires surrogate 'clip', 'up' or 'dppo_*', got {self.surrogate!r}")
         if self.ratio != "token" and self.surrogate in _DPPO:
             raise ValueError(f"surrogate={self.surrogate!r} requires ratio='token', got {self.ratio!r}")
         if self.ratio == "sequence_clipped" and self.surrogate != "clip":
@@ -314,6 +316,7 @@ DPPO_TV = replace(PPO, surrogate="dppo_tv", paper="Qi et al. 2026, arXiv 2602.04
 DPPO_KL = replace(
     PPO, surrogate="dppo_kl", clip_low=0.05, clip_high=0.05, paper="Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14"
 )
+UP = replace(DAPO, surrogate="up", paper="Fan et al. 2026, arXiv 2607.06987")
 OPSM = replace(
     GRPO,
     off_policy_mask=0.5,
@@ -349,6 +352,7 @@ _ROWS: dict[str, Objective] = {
     "vespo": VESPO,
     "dppo_tv": DPPO_TV,
     "dppo_kl": DPPO_KL,
+    "up": UP,
     "opsm": OPSM,
     "dro": DRO,
 }
@@ -384,7 +388,7 @@ class ObjectiveFields(TypedDict, total=False):
 # The parameters of each loss, which ``shows_options`` fills in: what a message about an unknown keyword may suggest.
 PARAMETERS: dict[str, tuple[str, ...]] = {}
 # Fields that only some surrogates read. Setting one for another surrogate is an error.
-_CLIPPING = ("clip", "cispo", *_DPPO)
+_CLIPPING = ("cispo", *_DUAL_CLIPPED)
 _READ_BY = {"clip_low": _CLIPPING, "clip_high": _CLIPPING, "sapo_tau": ("sapo",)}
 
 

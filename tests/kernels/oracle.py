@@ -227,7 +227,9 @@ def policy_term(x: TokenInputs, t: int, o: Options, log_ratio: Tensor) -> tuple[
             return zero, "low"
         most = math.inf if o.dual_clip is None else o.dual_clip
         return -torch.clamp(ratio.detach(), max=most) * advantage * logprob, "dual" if rho > most else ""
-    assert o.surrogate == "clip"
+    if o.surrogate == "up" and a > 0:
+        return -advantage * logprob, ""
+    assert o.surrogate in ("clip", "up")
     if a > 0 and rho > 1 + o.clip_high:
         return zero - (1 + o.clip_high) * advantage, "high"
     if a < 0 and rho < 1 - o.clip_low:

@@ -216,6 +216,16 @@ def dppo_kl_paper(x: Flat) -> Tensor:
     return over_tokens(x, lambda t: dppo_gain(x, t, "kl", 0.05))
 
 
+def up_paper(x: Flat) -> Tensor:
+    """UP-DAPO (arXiv 2607.06987): A log pi for A > 0, DAPO's clip for the others, one mean over all tokens."""
+
+    def gain(t: int) -> Tensor:
+        a = x.advantages[t]
+        return a * x.logprobs[t] if float(a) > 0 else smaller(x.ratio(t), a, 0.2, 0.28)
+
+    return over_tokens(x, gain)
+
+
 def opsm_paper(x: Flat, delta: float = 0.5, eps: float = 0.2) -> Tensor:
     """DeepSeek-V3.2 (arXiv 2512.02556) eq. 8 and 9, without its KL: nothing where A < 0 and the mean of
     log(pi_old / pi) over the response is above delta."""

@@ -72,6 +72,13 @@ EDGES: list[Edge] = [  # `test_random.py` has what lies between
     ("dppo_kl", (-1e-6, 0.0), -1.0, {}, (-1e-6, 1.0), ""),
     ("dppo_kl", (0.0, -2.0), 1.0, {}, (0.0, 0.0), "high"),
     ("dppo_tv", (0.0, -2.0), 1.0, {}, (0.0, 0.0), "high"),
+    # UP has no ratio for A > 0, and PPO's clip for A < 0
+    ("up", apart(100.0, -2.0), 1.5, {}, (3.0, -1.5), ""),
+    ("up", apart(-100.0, -2.0), 1.5, {}, (153.0, -1.5), ""),
+    ("up", (-2.0, None), 1.5, {}, (3.0, -1.5), ""),
+    ("up", apart(-100.0), -2.0, {}, (1.6, 0.0), "low"),
+    ("up", apart(LOG2), -1.5, {}, (3.0, 3.0), ""),
+    ("up", apart(100.0), -2.0, {"dual_clip": 3.0}, (6.0, 0.0), "dual"),
     # VESPO far from the old policy weighs nothing
     *(("vespo", apart(far, -2.0), a, {}, (0.0, 0.0), "") for far in (60.0, -60.0) for a in (1.0, -1.0)),
     # on-policy, a penalty to the old policy is nothing

@@ -44,7 +44,7 @@ def objectives(draw: st.DrawFn) -> Options:
     dppo = surrogate.startswith("dppo")
     levels = RATIOS if surrogate == "clip" else RATIOS[:1] if dppo or surrogate == "reinforce" else RATIOS[:3]
     ratio = draw(st.sampled_from(levels))
-    bounded = dppo or (surrogate == "clip" and ratio != "sequence_clipped")
+    bounded = dppo or surrogate == "up" or (surrogate == "clip" and ratio != "sequence_clipped")
     aggregate = draw(st.sampled_from(AGGREGATES))
     cuts: list[dict[str, Any]] = [{}, {"top_entropy": draw(st.sampled_from([0.2, 0.5, 1.0]))}]
     if surrogate != "reinforce":

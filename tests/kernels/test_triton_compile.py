@@ -133,7 +133,7 @@ def test_the_roofline_counts_these_instructions(device: roofline.Device, logits:
     [
         *(("clip", "k3", capability) for capability in sass.ARCHITECTURES),
         *(("cispo", "k1", 90), ("reinforce", "k2", 90)),
-        *((surrogate, "k3", 90) for surrogate in ("sapo", "dppo_tv", "dppo_kl")),
+        *((surrogate, "k3", 90) for surrogate in ("sapo", "dppo_tv", "dppo_kl", "up")),
     ],
 )
 def test_machine_code_of_the_elementwise_kernel(surrogate: str, estimator: str, capability: int) -> None:
