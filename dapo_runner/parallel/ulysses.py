@@ -11,33 +11,42 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_to_all_single
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, concatenate: int) -> Tensor:
-    """Split dimension ``split`` over the ranks, exchange, concatenate in ``concatenate``. Differentiable."""
-    sent = torch.stack(x.chunk(group.size(), split))
-    received = all_to_all_single(torch.empty_like(sent), sent, group=group)
-    return torch.cat(received.unbind(0), concatenate)
+class _Exchange(torch.autograd.Function):
+    """Split dimension ``split`` over the ranks, exchange, concatenate in ``concatenate``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split: int, concatenate: int) -> Tensor:
+        ctx.way_back = group, concatenate, split
+        sent = torch.stack(x.chunk(group.size(), split))
+        dist.all_to_all_single(received := torch.empty_like(sent), sent, group=group)
+        return torch.cat(received.unbind(0), concatenate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return cast(Tensor, _Exchange.apply(grad, *ctx.way_back)), None, None, None
 
 
 def heads_from_positions(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange positions for heads: query [T/W, Hq, D] → [T, Hq/W, D], key and value [T/W, Hk, D] → [T, H'k/W, D].
 
     If W does not divide the number of key heads, they are repeated. Collective.
     """
+    if group is None:
+        return query, key, value
     n_query, n_key, width = query.shape[1], key.shape[1], group.size()
     if n_key % width:
         times = width // n_key if width % n_key == 0 else n_query // n_key
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-    return _exchange(query, group, 1, 0), _exchange(key, group, 1, 0), _exchange(value, group, 1, 0)
+    return cast(tuple[Tensor, Tensor, Tensor], tuple(_Exchange.apply(x, group, 1, 0) for x in (query, key, value)))
 
 
-def positions_from_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
+def positions_from_heads(out: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Exchange heads for positions: [T, Hq/W, D] → [T/W, Hq, D]. Collective."""
-    return _exchange(out, group, 0, 1)
+    return out if group is None else cast(Tensor, _Exchange.apply(out, group, 0, 1))
 
 
 class _Gather(torch.autograd.Function):
@@ -47,7 +56,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        dist.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
         return whole
 
     @staticmethod

@@ -253,9 +253,7 @@ def open_world(config: Config) -> World:
 
 def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:
     """Return the world of ``rank`` in an existing process group. ``timeout`` applies to the subgroups."""
-    dims = {"replicate": layout.replicate, "shard": layout.shard}
-    if layout.replicate == 1:
-        del dims["replicate"]
+    dims = {"shard": layout.shard} if layout.replicate == 1 else {"replicate": layout.replicate, "shard": layout.shard}
     mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     if timeout is not None:
         for group in mesh.get_all_groups():

@@ -151,13 +151,9 @@ def packed_attention(
     """
     scoring = _scoring(type(module).__name__, attention_mask, packing.kernel, options)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]
-    if packing.group is not None:
-        query, key, value = heads_from_positions(query, key, value, packing.group)
+    heads = heads_from_positions(query, key, value, packing.group)
     attend = {"sdpa": _sdpa, "flash": _flash, "varlen": _varlen}[packing.kernel]
-    out = attend(query, key, value, packing, scoring)
-    if packing.group is not None:
-        out = positions_from_heads(out, packing.group)
-    return out[None], None
+    return positions_from_heads(attend(*heads, packing, scoring), packing.group)[None], None
 
 
 def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, Any]) -> _Scoring:
@@ -178,7 +174,6 @@ def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     assert packing.restore is not None
-    gqa = key.shape[1] != query.shape[1]
     outs = []
     for bucket in packing.buckets:
         q, k, v = (
@@ -192,7 +187,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: 
             out = _plain(q, k, v, mask, scoring.scale)
         else:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=gqa
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=k.shape != q.shape
             )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.restore)

@@ -23,8 +23,7 @@ def stored_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def layer_of(name: str) -> str:
     """Return the path of a tensor's layer, or the tensor's name if it is in no layer."""
-    layer = _LAYER.match(name)
-    return layer[0] if layer else name
+    return layer[0] if (layer := _LAYER.match(name)) else name
 
 
 def checkpoint_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
