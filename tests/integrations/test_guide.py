@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import TrainingArguments
 
+from dapo_kernels import linear_dapo_loss
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
 SNIPPETS = {
@@ -183,8 +185,6 @@ def test_lora_head() -> None:
 
 
 def test_vllm_logprobs() -> None:
-    from dapo_kernels import linear_dapo_loss
-
     seen = [{5: SimpleNamespace(logprob=-1.25)}, {7: SimpleNamespace(logprob=-0.5), 2: SimpleNamespace(logprob=-0.1)}]
     completion = SimpleNamespace(token_ids=[5, 7], logprobs=seen)
     assert run("vllm: collect", torch=torch)["engine_logprobs"](completion).tolist() == [-1.25, -0.5]
@@ -316,9 +316,40 @@ def fsdp_rank(rank: int) -> None:
     assert names["model"].lm_head.weight.grad.full_tensor().isfinite().all()
 
 
+def split_rank(rank: int) -> None:
+    """Both snippets on half of the positions, which cuts a sequence, against one process on all of them."""
+    data, n_rows, length = batch(rows=5), 5, 10
+    tokens = {name: data[name].flatten() for name in ("mask", "old_logprobs")}
+    tokens["target_ids"] = data["input_ids"][:, 1:].flatten()
+    tokens["advantages"] = data["advantages"].repeat_interleave(length)
+    part = slice(25 * rank, 25 * rank + 25)
+    more = {"cu_seqlens": torch.arange(n_rows + 1, dtype=torch.int32) * length, "n_sequences": n_rows, "n_ranks": 2}
+
+    def gradients_of(which: str, **options: Any) -> dict[str, Tensor]:
+        model = network()
+        ids = {key: data[key] for key in ("input_ids", "attention_mask")}
+        hidden, weight = model.model(**ids).last_hidden_state[:, :-1].flatten(0, 1), model.lm_head.weight
+        if which == "one process":
+            linear_dapo_loss(hidden, weight, **tokens, **options).loss.backward()
+            return gradients(model)
+        names = {name: x[part] for name, x in tokens.items()} | {f"all_{name}": x for name, x in tokens.items()}
+        run(which, torch=torch, hidden=hidden[part], weight=weight, **names, **more)
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+        return gradients(model)
+
+    assert_close(gradients_of("split: tokens"), gradients_of("one process"))
+    now = target_logprobs(network()(input_ids=data["input_ids"]).logits[:, :-1].detach(), data).flatten()
+    tokens["old_logprobs"] = now + 2e-3 * torch.randn(n_rows * length, generator=torch.Generator().manual_seed(2))
+    sequences = gradients_of("one process", objective="gspo", cu_seqlens=more["cu_seqlens"])
+    assert all(x.any() for x in sequences.values())
+    assert_close(gradients_of("split: sequences"), sequences)
+
+
 def train_on_a_rank(rank: int, folder: Path) -> None:
     wrapping_rank(rank)
     fsdp_rank(rank)
+    split_rank(rank)
     weights, _ = train("trainer: after", folder / f"run{rank}", micro_batches=2)
     torch.save(weights, folder / f"{rank}.pt")
 
