@@ -105,7 +105,8 @@ class PolicyCall:
             given.pop(name, None) for name in _OPTIONS
         )
         chosen = resolve_objective(layout.caller, objective, given)
-        _check_combination(layout, chosen, old_logprobs, ref_logprobs)
+        ended = given.get("kl_coef") == 0  # a schedule has reached 0: ref_logprobs are checked, but not read
+        _check_combination(layout, chosen, old_logprobs, None if ended else ref_logprobs)
         live = layout.live(mask)
         sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()
         count = checked_denominator(layout, denominator, live)
@@ -133,6 +134,8 @@ class PolicyCall:
         for name, values in (("old_logprobs", tokens.old_logprobs), ("ref_logprobs", tokens.ref_logprobs)):
             if values is not None:
                 layout.check_logprobs(name, values, live)
+        if ended:
+            tokens = tokens._replace(ref_logprobs=None)
         if chosen.max_old_prob is not None:
             assert tokens.old_logprobs is not None
             sure = tokens.old_logprobs > math.log(chosen.max_old_prob)  # a NaN stays, so that it shows in the loss

@@ -256,9 +256,13 @@ def layout_of(
     if rows.dtype not in _FLOATS:
         raise TypeError(f"{caller}: {name} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
     shape = (*rows.shape[:-2], rows.shape[-2] * parts)
-    if isinstance(target_ids, Tensor) and target_ids.shape != shape:
+    differs = isinstance(target_ids, Tensor) and target_ids.shape != shape
+    if differs:
         _check_shifted(caller, name, shape, target_ids, cu_seqlens)
-    return _layout(caller, shape, rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
+    layout = _layout(caller, shape, rows.device, accumulate_dtype(rows.dtype), cu_seqlens)
+    if differs:
+        raise layout.fail("target_ids", layout.describe(), list(target_ids.shape))
+    return layout
 
 
 def _check_shifted(caller: str, name: str, shape: tuple[int, ...], target_ids: Tensor, cu_seqlens: Any) -> None:
@@ -309,7 +313,7 @@ def _layout(
 def _check_bounds(layout: Layout, cu_seqlens: Tensor) -> None:
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != layout.n_rows or bool((cu_seqlens.diff() < 0).any()):
-        wanted = f"non-decreasing from 0 to T={layout.n_rows}, the last position of every sequence left out,"
+        wanted = f"non-decreasing from 0 to T={layout.n_rows}, without the last position of every sequence"
         raise layout.fail("cu_seqlens", wanted, _short(cu_seqlens.tolist()))
 
 

@@ -92,6 +92,7 @@ def dapo_loss(
         old_logprobs: same shape, log-probs under the policy that sampled; ``None`` means on-policy: ratio 1.
             On the CPU, log-probs above 0 (such as probabilities passed by mistake) raise an error; elsewhere the metric
             ``positive_logprobs`` counts their tokens.
+            It is a constant, as are all arguments but logits: their gradient is not computed.
         advantages: per token, or per sequence [S] / [B]. In a packed batch with S = T they are per token.
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
             returns a loss per token, each [n] (docs/objectives.md, "A loss of your own"). Default: 'dapo'.

@@ -133,11 +133,13 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
                            approx_kl, ℓ_ref in ref_kl, A in the loss
         positive_logprobs  number of tokens with ℓ, ℓ_old or ℓ_ref above 0 (on the CPU an error if it is an input)
 
-    With ``cispo`` a bound counts for either sign of A and stops only the growth of the weight. With ``dppo_*`` clip_low
-    and clip_high count by the change of the probability, and clip_dual by ρ > dual_clip. With a function as objective
-    the ``clip_*`` metrics are absent. A preference loss has ``pairs``, their number, and as means per pair ``accuracy``
-    (of a positive margin), ``margin`` (reward_chosen − reward_rejected), ``reward_chosen`` and ``reward_rejected``
-    (β·Σ(ℓ − ℓ_ref), in nats), ``logprob_chosen`` and ``logprob_rejected``.
+    With ``cispo`` a bound counts for either sign of A and stops only the growth of the weight. With ``up`` clip_high is
+    0. With ``dppo_*`` clip_low and clip_high count by the change of the probability, and clip_dual by ρ > dual_clip.
+    With a function as objective the ``clip_*`` metrics are absent.
+
+    A preference loss has ``pairs``, their number, and as means per pair ``accuracy`` (of a positive margin), ``margin``
+    (reward_chosen − reward_rejected), ``reward_chosen`` and ``reward_rejected`` (β·Σ(ℓ − ℓ_ref), in nats),
+    ``logprob_chosen`` and ``logprob_rejected``.
 
     Args:
         metrics: ``metrics`` of one output of a loss, or an iterable of several.

@@ -270,7 +270,7 @@ def _check_model(model: Any) -> None:
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"PolicyLoss: model must be a PreTrainedModel or a PEFT model, got {type(model).__name__}. Wrap PolicyLoss "
-            "itself, not its model"
+            "itself, not its model. For another model, call linear_dapo_loss in the forward of your own module"
         )
     check_head(model)
     inner = _unwrapped(model)

@@ -80,7 +80,7 @@ class Objective:
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
             ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, or zero if the
             token's probability has changed by more than clip_low or clip_high in the direction of A (DPPO);
-            ``"up"``: −A·ℓ for A > 0, else as ``"clip"`` (UP).
+            ``"up"``: −A·ℓ for A > 0, else −min(ρA, max(ρ, 1−clip_low)·A) (UP).
         ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of the mean of ℓ − ℓ_old over the
             sequence (GSPO); ``"sequence_token"``: that value with each token's own gradient (GSPO-token);
             ``"sequence_clipped"``: as ``"sequence"``, with every token's ratio clipped before the mean (GMPO).
@@ -316,7 +316,7 @@ DPPO_TV = replace(PPO, surrogate="dppo_tv", paper="Qi et al. 2026, arXiv 2602.04
 DPPO_KL = replace(
     PPO, surrogate="dppo_kl", clip_low=0.05, clip_high=0.05, paper="Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14"
 )
-UP = replace(DAPO, surrogate="up", paper="Fan et al. 2026, arXiv 2607.06987")
+UP = replace(PPO, surrogate="up", paper="Fan et al. 2026, arXiv 2607.06987")
 OPSM = replace(
     GRPO,
     off_policy_mask=0.5,
@@ -389,7 +389,7 @@ class ObjectiveFields(TypedDict, total=False):
 PARAMETERS: dict[str, tuple[str, ...]] = {}
 # Fields that only some surrogates read. Setting one for another surrogate is an error.
 _CLIPPING = ("cispo", *_DUAL_CLIPPED)
-_READ_BY = {"clip_low": _CLIPPING, "clip_high": _CLIPPING, "sapo_tau": ("sapo",)}
+_READ_BY = {"clip_low": _CLIPPING, "clip_high": ("clip", "cispo", *_DPPO), "sapo_tau": ("sapo",)}
 
 
 def resolve_objective(

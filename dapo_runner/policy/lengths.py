@@ -57,7 +57,7 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
         limit, reason = fixed.longest, f"the length with fixed {fixed.rope_type} RoPE frequencies"
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"{setting}: expected at most {limit} tokens of prompt and response, {reason} of {key}={path}, got {longest}"
+            f"{setting}: expected at most {limit} tokens (prompt and response), {reason} of {key}={path}, got {longest}"
         )
     return config
 

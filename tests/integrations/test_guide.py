@@ -323,14 +323,15 @@ def split_rank(rank: int) -> None:
     tokens["target_ids"] = data["input_ids"][:, 1:].flatten()
     tokens["advantages"] = data["advantages"].repeat_interleave(length)
     part = slice(25 * rank, 25 * rank + 25)
-    more = {"cu_seqlens": torch.arange(n_rows + 1, dtype=torch.int32) * length, "n_sequences": n_rows, "n_ranks": 2}
+    more = {"cu_seqlens": torch.arange(n_rows + 1, dtype=torch.int32) * length, "n_sequences": n_rows}
+    more |= {"temperature": 0.7, "group": torch.distributed.new_group([0, 1])}
 
     def gradients_of(which: str, **options: Any) -> dict[str, Tensor]:
         model = network()
         ids = {key: data[key] for key in ("input_ids", "attention_mask")}
         hidden, weight = model.model(**ids).last_hidden_state[:, :-1].flatten(0, 1), model.lm_head.weight
         if which == "one process":
-            linear_dapo_loss(hidden, weight, **tokens, **options).loss.backward()
+            linear_dapo_loss(hidden, weight, **tokens, temperature=0.7, **options).loss.backward()
             return gradients(model)
         names = {name: x[part] for name, x in tokens.items()} | {f"all_{name}": x for name, x in tokens.items()}
         run(which, torch=torch, hidden=hidden[part], weight=weight, **names, **more)
@@ -339,7 +340,7 @@ def split_rank(rank: int) -> None:
         return gradients(model)
 
     assert_close(gradients_of("split: tokens"), gradients_of("one process"))
-    now = target_logprobs(network()(input_ids=data["input_ids"]).logits[:, :-1].detach(), data).flatten()
+    now = target_logprobs(network()(input_ids=data["input_ids"]).logits[:, :-1].detach() / 0.7, data).flatten()
     tokens["old_logprobs"] = now + 2e-3 * torch.randn(n_rows * length, generator=torch.Generator().manual_seed(2))
     sequences = gradients_of("one process", objective="gspo", cu_seqlens=more["cu_seqlens"])
     assert all(x.any() for x in sequences.values())

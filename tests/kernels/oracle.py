@@ -69,6 +69,8 @@ class Options:
         fields = dataclasses.asdict(self)
         if self.surrogate in ("sapo", "reinforce"):
             del fields["clip_low"], fields["clip_high"]
+        if self.surrogate == "up":
+            del fields["clip_high"]
         if self.surrogate != "sapo":
             del fields["sapo_tau"]
         if self.kl_coef == 0:

@@ -105,6 +105,7 @@ WITHOUT_MEANING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"objective": "reinforce", "clip_high": 0.3}, ("reinforce", "clip_high")),
     ({"objective": "reinforce", "dual_clip": 3.0}, ("reinforce", "dual_clip")),
     ({"objective": "sapo", "clip_low": 0.3}, ("sapo", "clip_low")),
+    ({"objective": "up", "clip_high": 0.3}, ("up", "clip_high")),
     ({"objective": "cispo", "ratio": "sequence_clipped"}, ("cispo", "sequence_clipped")),
     ({"objective": "gmpo", "dual_clip": 3.0}, ("dual_clip", "sequence_clipped")),
     ({"objective": "dppo_tv", "ratio": "sequence"}, ("dppo_tv", "ratio")),
@@ -162,6 +163,7 @@ def test_a_schedule_of_kl_coef_may_reach_zero(changes: dict[str, Any]) -> None:
         objective = changes.get("objective", "dapo")
         expected = run(function, {**fields, "objective": objective}).loss
         assert torch.equal(run(function, {**fields, **changes}).loss, expected)
+        assert torch.equal(run(function, {**fields, **changes, "ref_logprobs": LOGPROBS}).loss, expected)
 
 
 KEYWORDS = {
@@ -366,7 +368,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 # Values of the lists above that these arguments do take.
 TAKEN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("clip_low", "clip_high"), (0.0,)),
+    **dict.fromkeys(("clip_low", "clip_high", "kl_coef"), (0.0,)),
     "entropy_coef": (0.0, -1.0),
     "off_policy_mask": (0.0, None),
     "selection": (math.nan, -1.0, 0.0, None),
