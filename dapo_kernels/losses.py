@@ -87,12 +87,11 @@ def dapo_loss(
 
     Args:
         logits: [T, V] packed or [B, L, V] padded; float32, bfloat16 or float16 (float64 on the torch backend), any
-            strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
+            strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call. No other argument has a gradient.
         target_ids: [T] or [B, L], integers in [0, V).
         old_logprobs: same shape, log-probs under the policy that sampled; ``None`` means on-policy: ratio 1.
             On the CPU, log-probs above 0 (such as probabilities passed by mistake) raise an error; elsewhere the metric
             ``positive_logprobs`` counts their tokens.
-            It is a constant, as are all arguments but logits: their gradient is not computed.
         advantages: per token, or per sequence [S] / [B]. In a packed batch with S = T they are per token.
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
             returns a loss per token, each [n] (docs/objectives.md, "A loss of your own"). Default: 'dapo'.
