@@ -104,10 +104,12 @@ def _plugin_advantages(groups: Sequence[Group], name: str) -> list[list[Tensor]]
     """Return the advantages of a custom function: for each sample one, or one for each of its tokens."""
     function = import_function("advantage.kind", name)
     try:
-        found = list(function(groups))
+        returned = function(groups)
+        found = list(returned) if hasattr(returned, "__iter__") else []
     except Exception as error:
         raise ConfigError(f"advantage.kind: {name} raised {describe_error(error)}") from error
-    sizes, wanted = [len(row) for row in found], [len(group.samples) for group in groups]
+    wanted = [len(group.samples) for group in groups]
+    sizes = [len(row) if hasattr(row, "__len__") else row for row in found]
     if sizes != wanted:
         raise ConfigError(f"advantage.kind: expected lists of {wanted} advantages from {name}, got lists of {sizes}")
     return [
@@ -117,11 +119,15 @@ def _plugin_advantages(groups: Sequence[Group], name: str) -> list[list[Tensor]]
 
 
 def _check_advantages(name: str, value: Any, sample: Sample) -> Tensor:
-    advantages, length = torch.as_tensor(value, dtype=torch.float32), sample.completion.length
+    length = sample.completion.length
+    try:
+        advantages = torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        advantages = torch.tensor(float("nan"))
     if advantages.shape not in ((), (length,)) or not advantages.isfinite().all():
         raise ConfigError(
             f"advantage.kind: expected a finite number from {name} for each response, or for each of its {length} "
-            f"tokens, got {advantages.tolist()}"
+            f"tokens, got {value!r}"
         )
     return advantages
 

@@ -257,7 +257,6 @@ class PreferenceLoss:
             denominator=mini.denominator / policy.world.size / mini.loss_scale,
             beta=self.settings.beta,
             loss_type=self.settings.loss_type,
-            label_smoothing=self.settings.label_smoothing,
         )
 
 

@@ -30,7 +30,6 @@ OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; otherwise torch's varlen attention"),
     ("peft", "model.lora"),
     ("math-verify", "reward.kind: math, dapo convert-answers"),
-    ("rapidfuzz", "reward.kind: fuzzy"),
     ("reasoning-gym", "data.reasoning_gym"),
     ("jsonschema", "reward.kind: json"),
     ("plotly", "dapo report --html and dapo watch"),

@@ -23,7 +23,7 @@ class Algorithm(NamedTuple):
 
 FILTER = {"sampler.filter_groups": "correctness"}
 PUNISH = {"reward.overlong.soft_punishment": True}
-DAPO = {**FILTER, **PUNISH}
+AS_DAPO = {**FILTER, **PUNISH}
 ONE_UPDATE = {"optimizer.mini_batch_size": None}
 RIGHT_ONLY = {"reward.correct": 1.0, "reward.incorrect": 0.0}
 PROMPT_MEAN = {"loss.objective": "dapo", "loss.overrides.aggregate": "prompt-mean-token-mean"}
@@ -39,14 +39,14 @@ CHAIN = {"advantage.segments.kind": "chain"}
 TREE = {"advantage.segments": {"kind": "tree", "per_step": 32}, "sampler.max_age": 7, "optimizer.mini_batch_size": 128}
 # By name: the paper, the advantage, then settings beyond {loss.objective: NAME} without filtering or length penalty.
 _ROWS: dict[str, tuple[Any, ...]] = {
-    "dapo": ("Yu et al. 2025, arXiv 2503.14476, eq. 8–13", "group_std", DAPO),
-    "dapo_prompt_mean": ("Yu et al. 2025, arXiv 2503.14476, eq. 8 as printed, 9–13", "group_std", DAPO, PROMPT_MEAN),
+    "dapo": ("Yu et al. 2025, arXiv 2503.14476, eq. 8–13", "group_std", AS_DAPO),
+    "dapo_prompt_mean": ("Yu et al. 2025, arXiv 2503.14476, eq. 8 as printed, 9–13", "group_std", AS_DAPO, PROMPT_MEAN),
     "grpo": ("Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, eq. 3–4, §4.1.2, §4.2", "group_std", ONE_UPDATE),
     "dr_grpo": ("Liu et al. 2025, arXiv 2503.20783, §3.1–3.2", "group_mean", RIGHT_ONLY),
     "lite_ppo": ("Liu et al. 2025 (Tricks or Traps?), arXiv 2508.08221, §5", "batch_std"),
     "gspo": ("Zheng et al. 2025, arXiv 2507.18071, eq. 5–7, §5.1", "group_std"),
     "gspo_token": ("Zheng et al. 2025, arXiv 2507.18071, eq. 13–14, §4.3", "group_std"),
-    "cispo": ("Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4–5, §3.1", "group_std", DAPO),
+    "cispo": ("Chen et al. 2025 (MiniMax-M1), arXiv 2506.13585, eq. 4–5, §3.1", "group_std", AS_DAPO),
     "sapo": ("Gao et al. 2025, arXiv 2511.20347, eq. 5–6", "group_std"),
     "ppo": (
         "Schulman et al. 2017, arXiv 1707.06347, eq. 7, 11; Ouyang et al. 2022, arXiv 2203.02155, eq. 2, app. C.4",
@@ -64,13 +64,13 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "rloo": ("Ahmadian et al. 2024, arXiv 2402.14740, §2", "leave_one_out", ACTION),
     "clip_cov": ("Cui et al. 2025, arXiv 2505.22617, eq. 11, §4.3", "group_std", FILTER),
     "kl_cov": ("Cui et al. 2025, arXiv 2505.22617, eq. 13, §4.3", "group_std", FILTER),
-    "top_entropy": ("Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, §5", "group_std", DAPO),
+    "top_entropy": ("Wang et al. 2025 (Beyond the 80/20 Rule), arXiv 2506.01939, §5", "group_std", AS_DAPO),
     "gmpo": ("Zhao et al. 2025, arXiv 2507.20673, §3–4", "group_std"),
     "luspo": ("Liu et al. 2026, arXiv 2602.05261, eq. 7, §5.1", "group_std", PUNISH, RIGHT_ONLY),
     "vespo": ("Shen et al. 2026, arXiv 2602.10693", "group_std"),
     "dppo_tv": ("Qi et al. 2026, arXiv 2602.04879, eq. 12–13, §5.2, App. C, E", "group_mean", DPPO),
     "dppo_kl": ("Qi et al. 2026, arXiv 2602.04879, eq. 12 and 14, §5.2, App. C, E", "group_mean", DPPO),
-    "up": ("Fan et al. 2026 (UP), arXiv 2607.06987", "group_std", DAPO),
+    "up": ("Fan et al. 2026 (UP), arXiv 2607.06987", "group_std", AS_DAPO),
     "dpo": (
         "Rafailov et al. 2023, arXiv 2305.18290, eq. 7; Dong et al. 2024 (RLHF Workflow), arXiv 2405.07863, §3",
         *("group_std", {"loss.objective": "dapo"}, PAIRS, ONE_UPDATE),

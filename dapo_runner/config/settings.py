@@ -30,6 +30,7 @@ from dapo_runner.config.training import (
     factors,
 )
 from dapo_runner.errors import ConfigError
+from dapo_runner.plugins import import_function
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # devices of an engine that always takes the first visible GPU
 
@@ -91,9 +92,10 @@ class Config(TrainingConfig):
     @property
     def objective(self) -> Objective:
         """The objective with its overrides. Raises ConfigError."""
-        loss = self.loss
+        name, overrides = self.loss.objective, self.loss.overrides
         try:
-            objective = resolve_objective("loss", loss.objective, loss.overrides)
+            chosen = import_function("loss.objective", name) if ":" in name else name
+            objective = resolve_objective("loss.overrides", resolve_objective("loss.objective", chosen, {}), overrides)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from error
         if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
@@ -281,7 +283,7 @@ def cautions(config: Config) -> Iterator[str]:
             "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come."
         )
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
-    is_graded = is_soft or ":" in reward.kind or reward.kind in ("fuzzy", "reasoning_gym")
+    is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym"
     if (is_graded or reward.parts or config.env is not None) and sampler.filter_groups == "correctness":
         name = "env" if config.env is not None else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"
         yield (

@@ -158,7 +158,7 @@ class LossConfig(Section):
         "!model.tiny !model.compile loss.old_logprobs=learner": "routing_replay",
     }
 
-    objective: str = "dapo"  # a name in docs/objectives.md
+    objective: str = "dapo"  # a name in docs/objectives.md, or `module:function`
     overrides: dict[str, Plain] = {}  # other values for fields of the objective: docs/objectives.md
     reference: str | None = None  # kl_coef ≠ 0: the reference model of the KL penalty; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
@@ -171,11 +171,10 @@ class LossConfig(Section):
 class PreferenceConfig(Section):
     """Iterated DPO: train on the best and the worst response to a prompt instead of advantages and objective."""
 
-    requires = {"loss_type=sigmoid": "label_smoothing", "!loss.reference !loss.reference_ema": "reference"}
+    requires = {"!loss.reference !loss.reference_ema": "reference"}
 
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # formulas: docs/objectives.md
     beta: PositiveFloat = 0.1  # strength of the implicit KL penalty
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: assumed share of wrongly ordered pairs
     reference: Literal["start", "step"] = "start"  # step: the policy before the step; start: as in loss.reference
 
 

@@ -12,20 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+
 
 class _Exchange(torch.autograd.Function):
-    """Split dimension ``split`` over the ranks, exchange, concatenate in ``concatenate``."""
+    """Split dimension ``split`` over the ranks, exchange, concatenate in ``concatenate``. Differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split: int, concatenate: int) -> Tensor:
-        ctx.way_back = group, concatenate, split
+        ctx.inverse = group, concatenate, split
         sent = torch.stack(x.chunk(group.size(), split))
-        dist.all_to_all_single(received := torch.empty_like(sent), sent, group=group)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
         return torch.cat(received.unbind(0), concatenate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return cast(Tensor, _Exchange.apply(grad, *ctx.way_back)), None, None, None
+        return cast(Tensor, _Exchange.apply(grad, *ctx.inverse)), None, None, None
 
 
 def heads_from_positions(
@@ -56,7 +59,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
+        all_gather_single(whole, x.contiguous(), group=group)
         return whole
 
     @staticmethod

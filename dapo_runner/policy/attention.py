@@ -174,6 +174,7 @@ def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: _Scoring) -> Tensor:
     assert packing.restore is not None
+    gqa = key.shape[1] != query.shape[1]
     outs = []
     for bucket in packing.buckets:
         q, k, v = (
@@ -187,7 +188,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: 
             out = _plain(q, k, v, mask, scoring.scale)
         else:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=k.shape != q.shape
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=gqa
             )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.restore)

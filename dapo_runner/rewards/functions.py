@@ -25,23 +25,27 @@ from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, Verdicts
 from dapo_runner.rewards.trl import from_trl
 from dapo_runner.types import Completion, Prompt, Verdict
 
+BATCH = ["prompts", "completions", "rows"]
+
 
 class FunctionReward(CallingReward):
     """Call a user-defined function with a deadline and retries."""
 
     def __init__(self, name: str, config: RewardConfig) -> None:
         """Import the function. Raises ConfigError."""
-        self.function = import_function("reward.kind", name)
+        key = f"reward.parts.{config.uses.index(name)}.use" if config.parts else "reward.kind"
+        self.function = import_function(key, name)
         if "environments" in inspect.signature(self.function).parameters:
             self.function = from_trl(self.function, chat=True)
-        parameters = inspect.signature(self.function).parameters
-        kinds = [item.kind for item in parameters.values() if item.default is item.empty]
-        if "completions" in parameters and inspect.Parameter.VAR_KEYWORD in kinds:
+        signature = inspect.signature(self.function)
+        required = [x for x in signature.parameters.values() if x.default is x.empty and x.kind < x.VAR_POSITIONAL]
+        names = [x.name for x in required]
+        if names != BATCH and (len(names) not in (0, 2, 3) or {*names} & {*BATCH}):
             raise ConfigError(
-                f"reward.kind: expected a function of (prompts, completions, rows), got {name!r} with TRL's columns. "
-                "Convert it with dapo_runner.rewards.trl.from_trl."
+                f"{key}: expected a function of (prompts, completions, rows) or (prompt, completion), got {name} with "
+                f"{signature}. dapo_runner.rewards.trl.from_trl converts one of TRL."
             )
-        self.takes_batch = sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds) == 3
+        self.takes_batch = len(names) == 3
         self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         super().__init__(name, config, ASYNC_CALLS if self.is_async else 1)
 

@@ -15,7 +15,6 @@ ANSWER_WINDOW = 300  # characters; the longest answer of MATH-500 has 159
 TEXT_WINDOW = 2000  # characters that the rules for texts and letters read
 BOXED_WINDOW = 100
 SHOWN = 200  # characters of an extracted text in a verdict
-FUZZY_THRESHOLD = 0.9  # minimum similarity of a correct answer
 NO_ANSWER = Verdict(correct=False, extracted=None, rule="none")
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
@@ -178,16 +177,6 @@ def exact_rule(text: str, answer: str) -> Verdict:
     """Compare the last `Answer: …` line, else the whole response, without case, white space and outer punctuation."""
     extracted, rule = _plain_answer(text)
     return Verdict(bool(extracted) and extracted == _plain(answer), extracted[:SHOWN] or None, rule)
-
-
-def fuzzy_rule(text: str, answer: str, correct: float, incorrect: float) -> Verdict:
-    """Compare as ``exact_rule`` does. The similarity (rapidfuzz's ratio) scales the reward between the two."""
-    from rapidfuzz import fuzz
-
-    extracted, rule = _plain_answer(text)
-    similarity = fuzz.ratio(extracted, _plain(answer)) / 100 if extracted else 0.0
-    value = incorrect + similarity * (correct - incorrect)
-    return Verdict(similarity >= FUZZY_THRESHOLD, extracted[:SHOWN] or None, rule, value)
 
 
 def _plain_answer(text: str) -> tuple[str, str]:

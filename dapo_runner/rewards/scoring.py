@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dapo_runner.config import Config, ConfigError, RewardConfig
@@ -18,7 +17,7 @@ from dapo_runner.rewards import rules
 from dapo_runner.rewards.calls import CallingReward, RewardError, Verdicts, first_error
 from dapo_runner.rewards.functions import FunctionReward
 from dapo_runner.rewards.judge import Judge
-from dapo_runner.rewards.workers import open_code, open_rule, read_tests, require_package
+from dapo_runner.rewards.workers import open_code, open_rule, read_tests
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
 
@@ -53,9 +52,6 @@ def load_reward(config: RewardConfig, use: str) -> Reward:
     """Return the rule or function ``use``. Raises ConfigError if it, or a package that it needs, is missing."""
     if use in _RULES:
         return _compare_by(_RULES[use][0])
-    if use == "fuzzy":
-        require_package("fuzzy")
-        return _compare_by(partial(rules.fuzzy_rule, correct=config.correct, incorrect=config.incorrect))
     if use in ("math", "json"):
         return TextReward(open_rule(use, config.workers, config.rule_deadline).judge_texts)
     if use == "reasoning_gym":
@@ -77,7 +73,7 @@ def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:
 
 def reads_answers(config: RewardConfig) -> bool:
     """Return whether the first reward extracts the answer of every response that has one."""
-    return config.uses[0] in (*_RULES, "math", "fuzzy", "reasoning_gym")
+    return config.uses[0] in (*_RULES, "math", "reasoning_gym")
 
 
 def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:

@@ -40,7 +40,7 @@ from dapo_runner.types import Verdict
 MAX_OUTPUT = 2**20  # bytes that a process may write
 ROOM_SECONDS = 100.0  # how long to wait until the container can start another process
 START_SECONDS = 120.0  # for a rule's process to import its packages
-PACKAGES = {"math": "math_verify", "json": "jsonschema", "fuzzy": "rapidfuzz", "reasoning_gym": "reasoning_gym"}
+PACKAGES = {"math": "math_verify", "json": "jsonschema", "reasoning_gym": "reasoning_gym"}
 _RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py", "code_worker.py"))
 CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
 # It has none of this process's variables, which may hold keys. Hashes of strings are the same in every run.

@@ -188,12 +188,12 @@ def pair_loss(config: Config, sequences: list[TrainingSequence], model: Any, ref
     for sequence in sequences:
         own, other = (logprobs_of(each, sequence, config.rollout.temperature) for each in (model, reference))
         margins.append((own - other.detach()).sum() / (len(own) if config.preference.loss_type == "ipo" else 1))
-    beta, smoothing = config.preference.beta, config.preference.label_smoothing
+    beta = config.preference.beta
     for chosen, rejected in zip(margins[::2], margins[1::2], strict=True):
         h = chosen - rejected
         terms.append(
             {
-                "sigmoid": -(1 - smoothing) * (beta * h).sigmoid().log() - smoothing * (-beta * h).sigmoid().log(),
+                "sigmoid": -(beta * h).sigmoid().log(),
                 "hinge": (1 - beta * h).clamp(min=0),
                 "ipo": (h - 1 / (2 * beta)) ** 2,
             }[config.preference.loss_type]

@@ -208,7 +208,8 @@ def test_figures_count_a_shared_segment_once() -> None:
     assert segment_metrics([]) == {}
 
 
-WRONG: list[Any] = [[0.0], [[0.0, 1.0], [0.0, 1.0]], [float("nan"), 0.0]]  # too few, of another length, not finite
+# Too few, of another length, not finite, no list, no number.
+WRONG: list[Any] = [[0.0], [[0.0, 1.0], [0.0, 1.0]], [float("nan"), 0.0], 0.0, None, [None, 1.0], ["a", 1.0]]
 
 
 def wrong(groups: list[Group]) -> list[Any]:
@@ -219,10 +220,15 @@ def raises(groups: list[Group]) -> Any:
     yield 1 / 0
 
 
+def forgets_its_result(groups: list[Group]) -> None: ...
+
+
 def test_wrong_advantages_of_ones_own_are_refused() -> None:
     line = raises.__code__.co_firstlineno + 1
     with refused("advantage.kind", parts=["ZeroDivisionError", f"({Path(__file__).name}:{line})"]):
         make_sequences([make_group("RW")], AdvantageConfig(kind=f"{__name__}:raises"))
+    with refused("advantage.kind", parts=["[2]"]):
+        make_sequences([make_group("RW")], AdvantageConfig(kind=f"{__name__}:forgets_its_result"))
     for n in range(len(WRONG)):
         with refused("advantage.kind"):
             make_sequences([make_group("RW", n * "p")], AdvantageConfig(kind=f"{__name__}:wrong"))

@@ -125,7 +125,6 @@ def graded_pairs(count: int) -> list[TrainingSequence]:
 
 PAIR_LOSSES: list[dict[str, Any]] = [
     {"beta": 0.4},
-    {"beta": 0.4, "label_smoothing": 0.2},
     {"beta": 0.1, "loss_type": "ipo"},
     {"beta": 0.05, "loss_type": "hinge"},
 ]

@@ -128,7 +128,6 @@ def test_what_is_at_a_limit_is_accepted(overrides: str, tmp_path: Path) -> None:
         ("rollout={top_p: 0.9, sampling_mask: true}", []),
         ("reward.kind=grades:grade", ["reward.kind=grades:grade"]),
         ("reward.kind=judge reward.judge={model: m}", ["reward.kind=judge"]),
-        ("reward.kind=fuzzy", ["reward.kind=fuzzy"]),
         ("reward.kind=judge reward.judge={model: m, reward: binary}", []),
         ("reward.kind=grades:grade sampler.filter_groups=reward", []),
         ("reward.kind=grades:grade sampler.filter_groups=correctness", ["reward.kind=grades:grade"]),

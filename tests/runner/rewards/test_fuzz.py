@@ -70,7 +70,7 @@ JSON = st.recursive(
     max_leaves=12,
 ).map(json.dumps)
 EXAMPLES = {"code": 10, "math": 20, "reasoning_gym": 8, "judge": 40, "votes": 20}  # a process or a request each
-STRINGS = ("dapo", "gsm8k", "integer", "choice", "exact", "fuzzy")  # rules that judge in this process
+STRINGS = ("dapo", "gsm8k", "integer", "choice", "exact")  # rules that judge in this process
 BOUNDS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
