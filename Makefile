@@ -6,12 +6,11 @@ SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
 .PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench docs gpu wheel kernel-repository install clean
 
-# Installs into the venv $(1). From the environment: another program than pip, as in .ci/run.
+# Installs into the venv $(1), with pip. Set it in the environment to use another program, as .ci/run does.
 INSTALL_INTO ?= $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 INSTALL := $(call INSTALL_INTO,$(VENV)) -c constraints.txt
 
 # Editable: Python files are used where they lie, the extension is rebuilt when csrc changes.
-
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)

@@ -429,7 +429,10 @@ def _with_overrides(caller: str, objective: Objective, overrides: Mapping[str, A
         raise unknown_keyword(caller, unknown[0], dict.fromkeys((*PARAMETERS.get(caller, ()), *FIELDS)))
     if callable(overrides.get("surrogate")):
         raise ValueError(f"{caller}: surrogate must be a name as a keyword: pass the function as objective=")
-    chosen = replace(objective, **overrides)
+    try:
+        chosen = replace(objective, **overrides)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{caller}: {error}") from None
     for name, readers in _READ_BY.items():
         if name in overrides and chosen.surrogate not in readers:
             raise ValueError(f"{caller}: {name} requires surrogate {' or '.join(readers)}, got {chosen.surrogate!r}")

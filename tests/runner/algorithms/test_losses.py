@@ -209,6 +209,35 @@ def test_rounding_is_no_clip_of_a_value() -> None:
     assert found.clipped == 0
 
 
+def clipped(logprobs: Tensor, entropy: Tensor, tokens: Any) -> Tensor:
+    """PPO's loss as a function of one's own."""
+    ratio = (logprobs - tokens.old_logprobs).exp()
+    return -torch.min(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
+
+
+def not_per_token(logprobs: Tensor, entropy: Tensor, tokens: Any) -> Tensor:
+    return -logprobs.mean()
+
+
+def test_an_objective_of_ones_own(model_folder: Path) -> None:
+    found = []
+    for objective in ("ppo", f"{__name__}:clipped"):
+        loss = {"objective": objective, "overrides": {"aggregate": "seq-mean-token-mean"}}
+        learner = learner_of(model_folder, loss=loss)
+        (mini,) = learner.prepare(random_sequences(8))
+        found.append(update(learner, mini))
+    (expected, figures), (gradients, own) = found
+    assert_same_gradients(gradients, expected, 1e-6)
+    assert own["loss"] == pytest.approx(figures["loss"], rel=1e-6)
+    for name, parts in (("no_such:clipped", ["no_such"]), (f"{__name__}:clip", ["clip"])):
+        with refused("loss.objective", parts=parts):
+            _ = make_config(loss={"objective": name}).objective
+    with refused("loss.overrides", parts=["clip_high"]):
+        _ = make_config(loss={"objective": f"{__name__}:clipped", "overrides": {"clip_high": 0.3}}).objective
+    with pytest.raises(ValueError, match="token"):
+        update(learner_of(model_folder, loss={"objective": f"{__name__}:not_per_token"}), mini)
+
+
 def test_every_objective_of_the_table_updates(policy: Policy) -> None:
     """Their formulas are those of the tests of `dapo_kernels`."""
     for objective in OBJECTIVES:

@@ -301,6 +301,15 @@ def test_functions_of_trl_work_through_one_line(config_of: MakeConfig, how: str)
             Scorer(config)
 
 
+@pytest.mark.parametrize(
+    "signature", ["completions, prompts, rows", "prompts, completions", "completion, rows", "completion", "a, b, c, d"]
+)
+def test_arguments_that_a_function_cannot_be_called_with(config_of: MakeConfig, signature: str) -> None:
+    config = config_of(f"def reward({signature}): return 1.0")
+    with refused("reward.kind", parts=["(prompts, completions, rows)", f"({signature})"]):
+        Scorer(config)
+
+
 # Runs
 
 # Judges at random, as exact resume has to bear, and fails at its ``bomb``-th call.
