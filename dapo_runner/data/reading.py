@@ -130,7 +130,8 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 found = json.loads(text)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: expected valid JSON, got an error: {error}") from error
+                where = f"{path}, line {error.lineno if is_list else number}, column {error.colno}"
+                raise ConfigError(f"{where}: expected valid JSON, got an error: {error.msg}") from error
             for row in found if is_list else [found]:
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}, line {number}: expected a JSON object, got {shorten(row)}")

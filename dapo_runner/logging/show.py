@@ -91,7 +91,7 @@ def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
 
 def _facts(sample: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {_signed(value)}" for name, value in sample.get("parts", {}).items())
-    answer = f"answer {_signed(sample['base_reward'])}{f' ({parts})' if parts else ''}"
+    answer = f"answer {_signed(sample['base_reward'])}{f' (unweighted: {parts})' if parts else ''}"
     facts = [
         f"▌ sample {sample['sample']} {'correct' if sample['correct'] else 'incorrect'}",
         f"reward {_signed(sample['reward'])} = {answer} + length {_signed(sample['length_penalty'])}",

@@ -96,7 +96,7 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ),
         (f"train RECIPE {ON_FILES} loss.overrides.kl_coef=0.1 loss.reference=EMPTY", "loss.reference"),
         (f"train RECIPE {ON_FILES} model.attention=varlen", "model.attention"),
-        ("train RECIPE algorithm=dapo loss.overrides.epsilon_high=0.3", "loss: 'clip_high'"),
+        ("train RECIPE algorithm=dapo loss.overrides.epsilon_high=0.3", "loss.overrides: 'clip_high'"),
         ("train RECIPE advantage.kind=math:advantage", "advantage.kind"),
         ("train RECIPE data.arithmetic.train_size=99", "data.arithmetic"),
         ("train RECIPE data.format=gsm8k data.path=GOOD", "model.tiny"),

@@ -163,7 +163,8 @@ def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
     ("name", "content", "place"),
     [
         ("d.jsonl", "{oops", "line 1"),
-        ("d.json", "[{", "d.json"),
+        ("d.jsonl", '{"q": "Why?", "a": "1"}\n{"q": "Why?"\n', "line 2, column 1: .* error: Expecting"),
+        ("d.json", '[{"q": "Why?", "a": "1"},\n\n{"q"}]', "line 3, column 5: .* error: Expecting"),
         ("d.json", "[1]", "d.json"),
         ("d.csv", "q,a\n1,2,3\n", "line 2.*2 values"),
         ("d.csv", "q,a\n1\n", "line 2"),

@@ -152,7 +152,10 @@ SHOWN = {
         "second",
     ],
     "--step 4 --group 2": ["step 4 · group 2 of 3"],
-    "--eval --step 5": ["exam test p · expected 7", "answer +1 (dapo +1, brief +0.25) + length +0 · 4 tokens"],
+    "--eval --step 5": [
+        "exam test p · expected 7",
+        "answer +1 (unweighted: dapo +1, brief +0.25) + length +0 · 4 tokens",
+    ],
     "": ["3", "4"],
     "--eval": ["5"],
 }
