@@ -47,7 +47,7 @@ from dapo_kernels.logprobs import linear_token_logprobs
 from dapo_kernels.losses import LossOutput, policy_loss
 from dapo_kernels.objectives import select
 from dapo_kernels.objectives.aggregate import sequence_sums
-from dapo_kernels.objectives.table import OBJECTIVES, Objective
+from dapo_kernels.objectives.table import DUAL_CLIPPED, OBJECTIVES, Objective
 
 require("dapo_kernels.integrations.verl", *VERL)
 
@@ -110,7 +110,7 @@ def configured(name: str, config: Any) -> Objective:
     if row.clip_cov is not None:
         covariance = config.policy_loss
         return replace(row, clip_cov=(covariance.clip_cov_ratio, covariance.clip_cov_lb, covariance.clip_cov_ub))
-    if row.surrogate in ("clip", "up", "dppo_tv", "dppo_kl") and row.ratio == "token":
+    if row.surrogate in DUAL_CLIPPED and row.ratio == "token":
         return replace(row, dual_clip=config.clip_ratio_c)
     return row
 

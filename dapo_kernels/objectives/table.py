@@ -23,7 +23,7 @@ KL_TO = ("reference", "old")
 BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
 _SEQUENCE_WEIGHTS = ("vespo", "off_policy_mask")
 _DPPO = ("dppo_tv", "dppo_kl")
-_DUAL_CLIPPED = ("clip", "up", *_DPPO)
+DUAL_CLIPPED = ("clip", "up", *_DPPO)
 _LARGEST = 3.4e38
 # The fields that apply to a user-defined loss function.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
@@ -191,7 +191,7 @@ class Objective:
             raise ValueError(f"kl_through_ratio=True requires kl_estimator='k3', got {self.kl_estimator!r}")
         if self.kl_through_ratio and self.ratio != "token":
             raise ValueError(f"kl_through_ratio=True requires ratio='token', got {self.ratio!r}")
-        if self.dual_clip is not None and self.surrogate not in _DUAL_CLIPPED:
+        if self.dual_clip is not None and self.surrogate not in DUAL_CLIPPED:
             raise ValueError(f"dual_clip requires surrogate 'clip', 'up' or 'dppo_*', got {self.surrogate!r}")
         if self.ratio != "token" and self.surrogate in _DPPO:
             raise ValueError(f"surrogate={self.surrogate!r} requires ratio='token', got {self.ratio!r}")
@@ -388,7 +388,7 @@ class ObjectiveFields(TypedDict, total=False):
 # The parameters of each loss, which ``shows_options`` fills in: what a message about an unknown keyword may suggest.
 PARAMETERS: dict[str, tuple[str, ...]] = {}
 # Fields that only some surrogates read. Setting one for another surrogate is an error.
-_CLIPPING = ("cispo", *_DUAL_CLIPPED)
+_CLIPPING = ("cispo", *DUAL_CLIPPED)
 _READ_BY = {"clip_low": _CLIPPING, "clip_high": ("clip", "cispo", *_DPPO), "sapo_tau": ("sapo",)}
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
 class _Exchange(torch.autograd.Function):
