@@ -189,6 +189,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, st
     for n_new in (1, 0):  # the second time nothing is new
         assert train(changed, notes := Notes()) == run
         assert sum("step 3 " in line and "optimizer.lr: " in line for line in notes.lines) == n_new
+        assert sum("steps 3 to 6 were logged but not saved" in line for line in notes.lines) == n_new
         assert {event["step"] for event in read_jsonl(run / CHANGES_FILE)} == {2}
         assert changes_of(run) == {
             "optimizer.lr": (1e-3, 1e-4),
@@ -346,5 +347,7 @@ def test_left_over_groups_of_a_fork(change: Sections, keys: set[str], source: Pa
         with open_run(fork(step, **change), notes := Notes()) as run:
             assert len(run.sampler.buffer.groups) == (0 if keys else n)
             assert run.sampler.buffer.waiting == []
+        assert any(line.startswith(f"forked after step {step} ") for line in notes.lines)
+        assert all(any(line.startswith(f"{key}: ") for line in notes.lines) for key in keys)
         words = [set(line.replace(",", "").split()) for line in notes.lines if line.startswith(f"{n} ")]
         assert any("dropped" in each and keys <= each for each in words) == bool(keys)
