@@ -135,7 +135,7 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
 
     With ``cispo`` a bound counts for either sign of A and stops only the growth of the weight. With ``up`` clip_high is
     0. With ``dppo_*`` clip_low and clip_high count by the change of the probability, and clip_dual by ρ > dual_clip.
-    With a function as objective the ``clip_*`` metrics are absent.
+    With a function as objective the ``clip_*`` metrics are absent. A token counts also if its importance weight is 0.
 
     A preference loss has ``pairs``, their number, and as means per pair ``accuracy`` (of a positive margin), ``margin``
     (reward_chosen − reward_rejected), ``reward_chosen`` and ``reward_rejected`` (β·Σ(ℓ − ℓ_ref), in nats),

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapo_runner.commands.output import complain, share_warnings
+from dapo_runner.commands.output import INTERRUPTED, complain, share_warnings
 from dapo_runner.errors import ConfigError, RunError
 from dapo_runner.interrupt import StepGivenUpError, end_with_parent
 from dapo_runner.preflight.amx import disable_broken_amx
 from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 
-RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
+RUN_ERROR, USER_ERROR = 1, 2
 WITHOUT_RUNNER = ("doctor", "recipes")
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]

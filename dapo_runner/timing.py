@@ -59,8 +59,7 @@ class StepClock:
 
     def lap(self) -> dict[str, float]:
         """Return the seconds by phase since the last lap, and start a new lap."""
-        seconds = self.so_far()
-        self._seconds = {}
+        seconds, self._seconds = self.so_far(), {}
         return seconds
 
     def _turn_to(self, name: str) -> None:

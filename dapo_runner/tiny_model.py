@@ -115,11 +115,7 @@ def check_tiny(config: Config) -> None:
         )
     if config.env is not None and not all(tool.endswith(":calculator") for tool in config.env.tools):
         raise ConfigError(f"env.tools: expected a tool named calculator with model.tiny, got {config.env.tools}")
-    if KNOWN.sub("", apply_template(config.data.prompt_template, "")):
-        raise ConfigError(
-            f"data.template: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, "
-            f"got {config.data.prompt_template!r}"
-        )
+    _check_characters("data.template", apply_template(config.data.prompt_template, ""))
     assert config.model.tiny is not None
     warmup, size = config.model.tiny.warmup, config.data.arithmetic.train_size
     if warmup.stop_at is not None and warmup.examples >= size:
@@ -235,12 +231,17 @@ def turns_of_example(use: str, problem: ArithmeticProblem, rng: random.Random) -
     is_list = isinstance(turns, (list, tuple)) and all(isinstance(turn, str) for turn in turns)
     if not is_list or len(turns) % 2 == 0:
         raise ConfigError(f"{call} must return an odd number of texts in a list, got {turns!r:.200}")
-    if unknown := "".join(KNOWN.sub("", turn) for turn in turns):
-        raise ConfigError(
-            f"{call}: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, got {unknown!r} in "
-            f"{turns!r:.200}. Set model.path to train a real model."
-        )
+    for turn in turns:
+        _check_characters(call, turn)
     return list(turns)
+
+
+def _check_characters(source: str, text: str) -> None:
+    if unknown := KNOWN.sub("", text):
+        raise ConfigError(
+            f"{source}: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, got {unknown!r} "
+            f"in {text!r:.200}. Set model.path to train a real model."
+        )
 
 
 def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int], list[int]]], pad_id: int) -> Tensor:

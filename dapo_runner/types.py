@@ -362,8 +362,7 @@ class PackedBatch:
     @property
     def lengths(self) -> list[int]:
         """Positions of each sequence."""
-        lengths: list[int] = self.cu_seqlens.diff().tolist()
-        return lengths
+        return list[int](self.cu_seqlens.diff().tolist())
 
     @property
     def stale(self) -> bool:

@@ -14,13 +14,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun
 
-from dapo_runner.commands.output import complain
+from dapo_runner.commands.output import INTERRUPTED, complain
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import SftConfig, apply_overrides, load_config, parse, read_recipe
 from dapo_runner.errors import ConfigError
 from dapo_runner.parallel.world import make_layout
-
-INTERRUPTED = 130
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -68,8 +66,6 @@ def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 
 
 def _rendezvous(options: argparse.Namespace) -> list[str]:
-    arguments = ["--standalone"]
-    if (nodes := options.nnodes) > 1:
-        arguments = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
-    arguments += ["--nproc-per-node", str(options.gpus)]
-    return arguments + (["--max-restarts", str(options.max_restarts)] if options.max_restarts else [])
+    several = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
+    restarts = ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
+    return [*(several if options.nnodes > 1 else ["--standalone"]), "--nproc-per-node", str(options.gpus), *restarts]

@@ -31,8 +31,6 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             return 0
         (folder,) = options.run
         picture = write_report(folder, options.out)
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"--out: expected a file that can be written to: {error}") from error
     _print_time_split(folder / TIMINGS_FILE)

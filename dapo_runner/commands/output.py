@@ -7,6 +7,8 @@ import sys
 import warnings
 from collections.abc import Mapping
 
+INTERRUPTED = 130  # exit code
+
 
 def complain(text: str) -> None:
     """Print one line to standard error. If several ranks have the same line, rank 0 prints it, or one with its name."""

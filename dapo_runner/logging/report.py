@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dapo_runner.errors import ConfigError
 from dapo_runner.logging.curves import Points, find_curve, read_curves
 from dapo_runner.logging.metric_table import Panel, panels_of, step_name
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -19,13 +20,12 @@ COLUMNS = 3
 def write_report(run: Path, out: Path | None = None) -> Path:
     """Draw the logs of a run into ``out``, by default `report.png` in its folder. Return the path.
 
-    Raises FileNotFoundError without a log, ValueError for an empty log.
+    Raises ConfigError without a log, and for an empty log.
     """
     if not (run / METRICS_FILE).is_file():
-        raise FileNotFoundError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file")
-    points = read_curves(run)
-    if not points:
-        raise ValueError(f"{run / METRICS_FILE}: expected at least one step, got an empty log")
+        raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file")
+    if not (points := read_curves(run)):
+        raise ConfigError(f"{run / METRICS_FILE}: expected at least one step, got an empty log")
     out = out or run / REPORT_FILE
     draw(points, title=run.name).savefig(out)
     return out

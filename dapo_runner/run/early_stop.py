@@ -56,8 +56,7 @@ class EarlyStop:
                 "Choose a metric of the evaluations."
             )
         value = figures[self.metric]
-        if value is not None and not math.isfinite(value):
-            value = None
+        value = value if value is not None and math.isfinite(value) else None
         if value is not None and (self._best is None or value > self._best[1]):
             self._best, self._waited = (step, value), 0
         else:

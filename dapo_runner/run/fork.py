@@ -96,11 +96,9 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
 
 
 def drop_incompatible_groups(sampler: DynamicSampler, folder: Path, note: Callable[[str], None]) -> None:
-    """Drop the groups that the source of a fork left over, if they were sampled or rewarded with other settings. Note
-    all settings that differ.
-    """
-    changes = _changes(folder)
+    """Note the settings that a fork changes. Drop the groups left over if they were made with other settings."""
+    changes = [Change(entry["key"], entry["before"], entry["after"]) for entry in _changes(folder)]
     for change in changes:
-        note(str(Change(change["key"], change["before"], change["after"])))
-    if changed := [change["key"] for change in changes if is_among(change["key"], OF_GROUPS)]:
+        note(str(change))
+    if changed := [change.key for change in changes if is_among(change.key, OF_GROUPS)]:
         note(f"{sampler.drop_groups()} groups left over are dropped because of {', '.join(changed)}")

@@ -134,8 +134,7 @@ def load_start(start: StartPoint, learner: Learner, sampler: Resumable, context:
         return start
     note, size = context.progress.note, context.world.size
     saved_size = load_checkpoint(start.checkpoint, learner, sampler)
-    what = "forked" if start.is_new else "resuming"
-    note(f"{what} after step {start.checkpoint.step} from {start.checkpoint.path}")
+    note(f"{'forked' if start.is_new else 'resuming'} after step {start.checkpoint.step} from {start.checkpoint.path}")
     if isinstance(sampler, DynamicSampler):
         n_groups = len(sampler.buffer.groups)
         note(f"{n_groups} groups are left over, {sampler.in_flight} prompts in flight are submitted again")
@@ -160,20 +159,19 @@ def open_log(
     config: AnyConfig, start: StartPoint, trackers: Trackers | None, context: RunContext, tokenizer: object = None
 ) -> RunLog | None:
     """Open the log of a run on rank 0 and log which settings have changed."""
-    note = context.progress.note
 
     def open_here() -> RunLog:
         assert trackers is not None  # on rank 0
         done, kept, metrics = start.last_completed_step, start.keep_log_through, config.run_dir / METRICS_FILE
         logged = [event["step"] for event in read_jsonl(metrics)] if metrics.is_file() else []
         if (last := max(logged, default=0)) > done:
-            note(f"steps {done + 1} to {last} were logged but not saved: they run again, their old logs are removed")
+            context.progress.note(f"steps {done + 1} to {last} were logged but not saved: they run again")
         log = RunLog(config, trackers, first_step=done, keep_through=kept, tokenizer=tokenizer)
         if start.checkpoint is not None:
             log.changes(start.changes)
             write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none
             for change in start.changes:
-                note(f"from step {done + 1} on {change}")
+                context.progress.note(f"from step {done + 1} on {change}")
         return log
 
     return context.world.run_on_rank0(open_here)

@@ -188,10 +188,8 @@ class Run(TrainingRun):
         """Warn if the KL between engine and trainer exceeds `rollout.max_mismatch_kl`."""
         limit, kl = self.config.rollout.max_mismatch_kl, trained.figures.get("rollout_k3", 0.0)
         if limit is not None and kl > limit:
-            self.progress.note(
-                f"rollout.max_mismatch_kl: expected at most {limit:g}, got {kl:.3g} in step {trained.step}. "
-                "See docs/mismatch.md."
-            )
+            got = f"got {kl:.3g} in step {trained.step}. See docs/mismatch.md."
+            self.progress.note(f"rollout.max_mismatch_kl: expected at most {limit:g}, {got}")
 
     # Logging and evaluation
 

@@ -32,11 +32,11 @@ ABOUT = ("algorithm", "data.format", "data.path", "loss.objective", "model.path"
 
 def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50.0) -> Path:
     """Write the page of ``runs`` to ``out`` (default: `report.html` in the folder of the first) with at most ``max_mb``
-    of rollouts. Return its path. Raises FileNotFoundError without a log, ConfigError without plotly.
+    of rollouts. Return its path. Raises ConfigError without a log or plotly.
     """
     for run in runs:
         if not (run / METRICS_FILE).is_file():
-            raise FileNotFoundError(f"{run / METRICS_FILE}: expected the metrics of a run, found nothing")
+            raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, found nothing")
     data = contents(runs)
     for run, shown in zip(runs, data["runs"], strict=True):
         steps = saved_steps(run / ROLLOUTS)

@@ -268,6 +268,8 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     assert [prompt.answer for prompt in dataset.train] == ["8", "12", "14"]
     report = dataset.report
     assert (report["rows"], report[IN_HELDOUT], report[DUPLICATES]) == (16, 5, 1)
+    with refused("data.path", parts=["data.eval", f"5 {IN_HELDOUT}"]):
+        load(one, most=1000, eval={"same": {"path": one}})
     with refused("data.eval.own.path"):
         check_needs(config_of(tmp_path / "t.jsonl", eval={"own": {"path": "nowhere.jsonl"}}))
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
+from dapo_runner.commands import train as train_command
 from dapo_runner.config import load_config
 from dapo_runner.engines.server import TRANSFERS
 from dapo_runner.files import read_jsonl
@@ -36,10 +37,17 @@ STEPS, KILLED_IN = 4, 3
 Command = list[str]
 
 
+def dapo(command: Command) -> int:
+    """The command, without the picture at the end of a run: it takes a second, and test_cli.py has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_command, "write_report", lambda folder: None)
+        return main(command)
+
+
 def run_all(rank: int, commands: list[Command], refused: Command | None = None) -> None:
     for command in commands:
-        assert main(command) == 0, command
-    assert refused is None or main(refused) == 2
+        assert dapo(command) == 0, command
+    assert refused is None or dapo(refused) == 2
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,7 @@ def test_runs_begin_as_on_one_process(tmp_path: Path, warm: Path, model_folder: 
         (4, "episodes", ["parallel.sequence=2"]),
     ]
     for kind, overrides in kinds.items():
-        assert main(command_of(tmp_path, kind, warm, *overrides)) == 0
+        assert dapo(command_of(tmp_path, kind, warm, *overrides)) == 0
     verdicts = tmp_path / "runs" / "judge" / "verdicts.jsonl"
     sections = {
         "run": {"output_dir": str(tmp_path / "runs"), "eval_every": 0},
@@ -78,7 +86,7 @@ def test_runs_begin_as_on_one_process(tmp_path: Path, warm: Path, model_folder: 
         "optimizer": {"mini_batch_size": 8, "warmup_steps": 1},
     }
     sft = ["sft", str(write_sft_recipe(model_folder, verdicts, tmp_path / "sft.yaml", **sections))]
-    assert main([*sft, "run.name=imitated"]) == 0
+    assert dapo([*sft, "run.name=imitated"]) == 0
     odd = command_of(tmp_path, "odd", warm, "parallel.sequence=4")  # of two heads
     for n in (2, 4):
         commands = [
@@ -156,12 +164,12 @@ def die_in_a_write(rank: int, command: Command) -> None:
         return write(self, *arguments)
 
     HuggingFaceStorageWriter.write_data = deadly  # type: ignore[method-assign]
-    main(command)
+    dapo(command)
 
 
 def resume_and_fail(rank: int, resumed: Command, command: Command, failed: Path) -> None:
     """The second checkpoint is not finished when rank 1 fails."""
-    assert main(resumed) == 0
+    assert dapo(resumed) == 0
     os.environ["DAPO_TEST_FAILED"] = str(failed)
     write, calls = HuggingFaceStorageWriter.write_data, iter(range(1, 100))
 
@@ -172,7 +180,7 @@ def resume_and_fail(rank: int, resumed: Command, command: Command, failed: Path)
         return write(self, *arguments)
 
     HuggingFaceStorageWriter.write_data = late  # type: ignore[method-assign]
-    assert main(command) == 1
+    assert dapo(command) == 1
 
 
 def test_no_step_is_lost(tmp_path: Path, warm: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +204,7 @@ def test_no_step_is_lost(tmp_path: Path, warm: Path, capsys: pytest.CaptureFixtu
     equal_runs(runs / "killed", runs / "whole")
     assert [found.step for found in find_checkpoints(runs / "unwell" / "checkpoints")] == [1, 2]
 
-    assert main([*commands["whole"], f"run.steps={STEPS + 1}"]) == 0
+    assert dapo([*commands["whole"], f"run.steps={STEPS + 1}"]) == 0
     changes = read_jsonl(runs / "whole" / "changes.jsonl")
     assert {"step": STEPS, "kind": "change", "key": "ranks", "before": 2, "after": 1} in changes
     assert "2 → 1" in capsys.readouterr().out
@@ -223,7 +231,7 @@ def equal_runs(one: Path, other: Path) -> None:
 def by_nccl(rank: int, command: Command) -> None:
     """With a socket in NCCL's place."""
     TRANSFERS["nccl"] = SocketTransfer
-    assert main(command) == 0
+    assert dapo(command) == 0
 
 
 def serving(folder: Path, name: str, model: Path, servers: list[FakeServer], *more: str, **run: Any) -> Command:
@@ -249,7 +257,7 @@ def test_ranks_share_servers_one_of_which_is_lost(
     tmp_path: Path, model_folder: Path, servers: list[FakeServer]
 ) -> None:
     """Each rank asks for its share. A server that is back meets rank 0 anew, by NCCL, before any rank asks it."""
-    assert main(serving(tmp_path, "alone", model_folder, servers)) == 0
+    assert dapo(serving(tmp_path, "alone", model_folder, servers)) == 0
     for server in servers:
         join(server)
     lose(servers)
