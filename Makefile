@@ -33,8 +33,9 @@ demo: $(VENV)/.runner
 	$(BIN)/dapo train recipes/tiny.yaml
 
 # Three workers on two cores: tests of servers and processes wait now and then.
+WORKERS ?= 3
 test: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal --require-cpp -m "not slow and not gpu and not ranks and not elsewhere"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --require-cpp -m "not slow and not gpu and not ranks and not elsewhere"
 
 # The files with tests of a mark: those of the others are not imported.
 marked = $(sort $(shell grep -rlF --include='test_*.py' mark.$(1) tests))
