@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-elsewhere test-ranks test-vllm mutants lint format bench docs gpu wheel kernel-repository install clean
+.PHONY: demo test test-elsewhere test-ranks test-vllm sanitize mutants lint format bench docs gpu wheel kernel-repository install clean
 
 # Installs into the venv $(1), with pip. Set it in the environment to use another program, as .ci/run does.
 INSTALL_INTO ?= $(1)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -72,6 +72,17 @@ SAMPLE ?= 300
 mutants: install
 	$(INSTALL) 'cosmic-ray>=8.7,<9'
 	$(BIN)/python tests/mutants.py --sample $(SAMPLE) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
+
+# The C++ kernels of every instruction set with gcc's address and undefined behavior sanitizers, in a copy of the sources.
+SANITIZED := build/sanitized
+SANITIZERS = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so):$(shell gcc -print-file-name=libstdc++.so)
+sanitize: CXX = g++ -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitize: install
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)
+	cd $(SANITIZED) && CXX='$(CXX)' DAPO_KERNELS_CUDA=0 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -n 2 \
+	    -m "not slow and not gpu and not ranks" --ignore tests/kernels/test_compile.py \
+	    -k "another_instruction_set or not elsewhere" tests/kernels
 
 lint: install
 	$(BIN)/ruff check .
