@@ -22,7 +22,7 @@ PHASES = {
     "values": "forward passes of the critic",
     "critic": "updates of the critic",
     "forward_backward": "forward and backward passes of the updates",
-    "optimizer": "gradient norm, AdamW, float32 masters rounded into the model",
+    "optimizer": "gradient norm, AdamW, float32 master weights rounded into the model",
     "sync": "weights are sent to the engine, its memory is released and restored",
     "probe": "log-probs of engine and trainer are compared",
     "log": "metrics and rollouts are written",

@@ -24,9 +24,11 @@ HEADER = """\
 # All settings
 
 Look up any setting: its key, type and default, what it means and what it requires. Every command
-takes a YAML file with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`). A
-setting that is not its default raises an error if its requirement is not met. `null` means that it
-is not set. "Set by" names the values of `algorithm` that replace the default.
+takes a YAML file with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`).
+`null` means that a setting is not set. "Set by" names the values of `algorithm` that replace the
+default. If you change a setting from its default, you must also meet the column "requires":
+`key=a|b` means one of these values, `key` alone that it must be set, and "unset" that it must be
+null, false, 0 or empty. A key without a dot is in the same section.
 
 Prerequisites: a recipe that trains ([your first run](first-run.md)).
 

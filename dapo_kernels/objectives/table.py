@@ -101,14 +101,15 @@ class Objective:
         aggregate: ``"token-mean"`` ΣL/tokens; ``"seq-mean-token-mean"`` the mean over sequences of their token means;
             ``"seq-mean-token-sum"`` the mean over sequences of their sums; ``"seq-mean-token-sum-norm"`` the same
             divided by ``length_norm``; ``"prompt-mean-token-mean"`` the mean over prompts of the token means of their
-            groups of responses (DAPO, eq. 8 as printed). Only live tokens count, and sequences and prompts with one.
+            groups of responses (DAPO, eq. 8 as printed). Only live tokens (those that train) count. A sequence or
+            prompt without a live token does not count.
         length_norm: the constant of ``"seq-mean-token-sum-norm"`` (Dr.GRPO: the maximum response length).
         top_entropy: only this share of the live tokens trains, those with the highest entropy. The denominator does not
             change.
-        clip_cov: (share, low, high): random tokens whose advantage–log-prob covariance is in (low, high), in number
-            this share of the live tokens, lose their policy gradient.
-        kl_cov: (share, coef): the tokens with the highest covariance, this share of the live tokens, get the penalty
-            coef·|ℓ − ℓ_old|, times their importance weight.
+        clip_cov: (share, low, high): a random share of the live tokens loses its policy gradient. They are drawn from
+            the tokens whose covariance of advantage and log-prob is in (low, high).
+        kl_cov: (share, coef): the share of the live tokens with the highest covariance gets the penalty
+            coef·|ℓ − ℓ_old|, times the token's importance weight.
         max_old_prob: tokens with a higher probability under the old policy do not train. The denominator does not
             change.
         paper: the source of the row.

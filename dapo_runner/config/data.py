@@ -60,7 +60,7 @@ class ProblemsConfig(SourceConfig):
     requires = {"format=auto": "columns"}
 
     format: Literal["auto", "dapo", "gsm8k"] = "auto"  # auto: detected from the columns
-    columns: ColumnsConfig | None = None  # null: columns of the format; in an evaluation set those of data.columns
+    columns: ColumnsConfig | None = None  # null: those of the format; in data.eval: those of data.columns
 
 
 class EvalSetConfig(ProblemsConfig):

@@ -140,12 +140,12 @@ class CorrectionConfig(Section):
 
     requires = {"weights": "cap floor", "mask": "bound lower_bound"}
 
-    weights: Literal["token", "sequence"] | None = None  # truncated importance weights
+    weights: Literal["token", "sequence"] | None = None  # multiply the loss by π/μ (trainer ÷ engine)
     cap: PositiveFloat = 2.0  # upper limit of the weights
     floor: NonNegativeFloat = 0.0  # lower limit of the weights
-    mask: Literal["token", "sequence"] | None = None  # mask tokens or sequences in the loss
-    bound: Annotated[float, Field(gt=1)] = 2.0  # mask above this ratio
-    lower_bound: Annotated[float, Field(gt=0, lt=1)] | None = None  # mask below this ratio; null: 1 / bound
+    mask: Literal["token", "sequence"] | None = None  # mask those with π/μ outside the bounds
+    bound: Annotated[float, Field(gt=1)] = 2.0  # largest π/μ that is not masked
+    lower_bound: Annotated[float, Field(gt=0, lt=1)] | None = None  # smallest π/μ that is not masked; null: 1 / bound
 
     @property
     def enabled(self) -> bool:
@@ -199,7 +199,7 @@ class CurriculumConfig(Section):
 
     requires = {"column": "start steps", "!column": "rest"}
 
-    column: str | None = None  # a number per row, larger for harder problems; null: skip what is solved or hopeless
+    column: str | None = None  # a number per row, larger for harder problems; null: skip by `rest`
     start: Share = 0.25  # column: the run starts with this easiest share of the prompts
     steps: PositiveInt = 100  # column: rollout steps until all prompts are used
     rest: PositiveInt = 2  # epochs to skip a prompt after all samples of a group were correct, or all incorrect
@@ -214,6 +214,6 @@ class SamplerConfig(Section):
     max_rounds: MayChange[PositiveInt] = 10  # generation rounds per step
     # maximum age of a group in steps when it trains; older groups are dropped. null: rollout.max_staleness + 1
     max_age: MayChange[NonNegativeInt | None] = None
-    # after max_rounds: stop with an error, or train on the groups accepted so far
+    # after max_rounds: train on the groups accepted so far, or stop with an error
     on_exhausted: MayChange[Literal["train_partial", "error"]] = "error"
     curriculum: CurriculumConfig | None = None  # null: all prompts, shuffled every epoch

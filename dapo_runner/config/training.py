@@ -160,10 +160,10 @@ class LossConfig(Section):
 
     objective: str = "dapo"  # a name in docs/objectives.md, or `module:function`
     overrides: dict[str, Plain] = {}  # other values for fields of the objective: docs/objectives.md
-    reference: str | None = None  # kl_coef ≠ 0: the reference model of the KL penalty; null: the start model
+    reference: str | None = None  # the model of the reference policy; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs the importance ratio divides by
+    old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the old ones of the ratio
     # mixtures of experts: replay the routing of the pass for old log-probs (trainer) or of sampling (engine)
     routing_replay: Literal["trainer", "engine"] | None = None
 
@@ -175,7 +175,7 @@ class PreferenceConfig(Section):
 
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # formulas: docs/objectives.md
     beta: PositiveFloat = 0.1  # strength of the implicit KL penalty
-    reference: Literal["start", "step"] = "start"  # step: the policy before the step; start: as in loss.reference
+    reference: Literal["start", "step"] = "start"  # start: loss.reference; step: the policy before the step
 
 
 class DistillationConfig(Section):
