@@ -167,7 +167,7 @@ def test_gpu_figures_of_the_readme_are_measured() -> None:
             if side is not None:
                 assert float(time) == pytest.approx(measured[level, side][0], rel=5e-3)
                 assert float(memory) == pytest.approx(measured[level, side][1], abs=0.051)
-    (exact,) = re.findall(r"eager takes ([\d.]+) and ([\d.]+) ms", README)
+    (exact,) = re.findall(r"eager takes\s+([\d.]+) and ([\d.]+) ms", README)
     slow = [measured[level, "eager, softmax in fp32"][0] for level in shapes]
     assert list(map(float, exact)) == pytest.approx(slow, rel=5e-3)
 

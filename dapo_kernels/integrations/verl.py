@@ -47,7 +47,7 @@ from dapo_kernels.logprobs import linear_token_logprobs
 from dapo_kernels.losses import LossOutput, policy_loss
 from dapo_kernels.objectives import select
 from dapo_kernels.objectives.aggregate import sequence_sums
-from dapo_kernels.objectives.table import DUAL_CLIPPED, OBJECTIVES, Objective
+from dapo_kernels.objectives.table import DUAL_CLIPPED, OBJECTIVES, READ_BY, Objective
 
 require("dapo_kernels.integrations.verl", *VERL)
 
@@ -132,7 +132,7 @@ def _warn_of_differences(name: str, objective: Objective) -> None:
     differing = [
         f"{field}={getattr(objective, field)} (the objective's own: {getattr(row, field)})"
         for field in ("clip_low", "clip_high", "aggregate")
-        if getattr(objective, field) != getattr(row, field)
+        if getattr(objective, field) != getattr(row, field) and row.surrogate in READ_BY.get(field, (row.surrogate,))
     ]
     if differing:
         _warn_once(f"{PREFIX}{name} takes its numbers from verl's actor config: {', '.join(differing)}")

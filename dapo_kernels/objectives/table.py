@@ -390,7 +390,7 @@ class ObjectiveFields(TypedDict, total=False):
 PARAMETERS: dict[str, tuple[str, ...]] = {}
 # Fields that only some surrogates read. Setting one for another surrogate is an error.
 _CLIPPING = ("cispo", *DUAL_CLIPPED)
-_READ_BY = {"clip_low": _CLIPPING, "clip_high": ("clip", "cispo", *_DPPO), "sapo_tau": ("sapo",)}
+READ_BY = {"clip_low": _CLIPPING, "clip_high": ("clip", "cispo", *_DPPO), "sapo_tau": ("sapo",)}
 
 
 def resolve_objective(
@@ -434,7 +434,7 @@ def _with_overrides(caller: str, objective: Objective, overrides: Mapping[str, A
         chosen = replace(objective, **overrides)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{caller}: {error}") from None
-    for name, readers in _READ_BY.items():
+    for name, readers in READ_BY.items():
         if name in overrides and chosen.surrogate not in readers:
             raise ValueError(f"{caller}: {name} requires surrogate {' or '.join(readers)}, got {chosen.surrogate!r}")
     for name in ("kl_to", "kl_through_ratio"):  # a schedule may reach kl_coef=0 beside them
