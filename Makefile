@@ -73,16 +73,18 @@ mutants: install
 	$(INSTALL) 'cosmic-ray>=8.7,<9'
 	$(BIN)/python tests/mutants.py --sample $(SAMPLE) --out benchmarks/results/mutants-$$(date +%Y%m%d).md
 
-# The C++ kernels of every instruction set with gcc's address and undefined behavior sanitizers, in a copy of the sources.
+# The C++ kernels of every instruction set, and the CUDA kernels as they are emulated, with gcc's address and undefined
+# behavior sanitizers, in a copy of the sources. The emulation jumps between stacks, which are left out.
 SANITIZED := build/sanitized
 SANITIZERS = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so):$(shell gcc -print-file-name=libstdc++.so)
-sanitize: CXX = g++ -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: install
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)
-	cd $(SANITIZED) && CXX='$(CXX)' DAPO_KERNELS_CUDA=0 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
-	cd $(SANITIZED) && LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -n 2 \
+	cd $(SANITIZED) && CXX='g++ $(SANITIZE)' DAPO_KERNELS_CUDA=0 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
+	    EMULATION_FLAGS='$(SANITIZE) --param asan-stack=0' $(CURDIR)/$(BIN)/python -m pytest -n 2 --require-cpp \
 	    -m "not slow and not gpu and not ranks" --ignore tests/kernels/test_compile.py \
-	    -k "another_instruction_set or not elsewhere" tests/kernels
+	    -k "another_instruction_set or cuda_emulated or not elsewhere" tests/kernels
 
 lint: install
 	$(BIN)/ruff check .

@@ -231,8 +231,7 @@ def turns_of_example(use: str, problem: ArithmeticProblem, rng: random.Random) -
     is_list = isinstance(turns, (list, tuple)) and all(isinstance(turn, str) for turn in turns)
     if not is_list or len(turns) % 2 == 0:
         raise ConfigError(f"{call} must return an odd number of texts in a list, got {turns!r:.200}")
-    for turn in turns:
-        _check_characters(call, turn)
+    _check_characters(call, "\n".join(turns))
     return list(turns)
 
 

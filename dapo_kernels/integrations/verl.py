@@ -9,7 +9,7 @@ verl imports it in every worker with::
 The name selects the kind of loss. Its numbers are read from verl's settings, in ``actor_rollout_ref.actor``:
 
 ==========================================  ============================================================
-``clip_ratio_low``, ``clip_ratio_high``     clip_low, clip_high of the clip and cispo surrogates
+``clip_ratio_low``, ``clip_ratio_high``     clip_low, clip_high of clip, cispo and dppo (``up``: clip_low alone)
 ``clip_ratio_c``                            dual_clip, where verl's ``vanilla`` uses it: token-level clip
 ``tau_pos``, ``tau_neg``                    sapo_tau
 ``policy_loss.clip_cov_*``                  clip_cov
@@ -18,9 +18,9 @@ The name selects the kind of loss. Its numbers are read from verl's settings, in
 ``loss_agg_mode``, ``loss_scale_factor``    aggregate, length_norm (``sapo`` is always seq-mean-token-mean, as in verl)
 ==========================================  ============================================================
 
-One warning is logged if these numbers are not the objective's own (``dapo`` with verl's default ``clip_ratio_high`` of
-0.2, for example). verl adds the KL to the reference and the entropy bonus itself, so ``grpo`` here is only its clip.
-Intended differences from verl's losses: docs/verl.md.
+One warning is logged if ``clip_ratio_low``, ``clip_ratio_high`` or ``loss_agg_mode`` are not the objective's own
+(``dapo`` with verl's default ``clip_ratio_high`` of 0.2, for example). verl adds the KL to the reference and the
+entropy bonus itself, so ``grpo`` here is only its clip. Intended differences from verl's losses: docs/verl.md.
 
 verl passes no prompts to a policy loss. So the mean over prompts (DAPO, eq. 8 as printed) is an advantage estimator,
 ``dapo_kernels/grpo_prompt_mean``, used with ``loss_agg_mode=seq-mean-token-sum``; see ``prompt_mean_advantages``.

@@ -31,8 +31,10 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             return 0
         (folder,) = options.run
         picture = write_report(folder, options.out)
-    except OSError as error:
-        raise ConfigError(f"--out: expected a file that can be written to: {error}") from error
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out: expected a picture or page that can be written: {error}") from error
     _print_time_split(folder / TIMINGS_FILE)
     print(f"picture: {picture}")
     return 0
@@ -40,8 +42,7 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _print_time_split(path: Path) -> None:
     split = time_split(read_jsonl(path)) if path.is_file() else {}
-    total = sum(split.values())
-    if not total:
+    if not (total := sum(split.values())):
         return
     table = Table("phase", "seconds", "share", "", title=f"a step took {total:.2f} s", title_justify="left")
     for phase, seconds in split.items():

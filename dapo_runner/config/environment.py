@@ -14,7 +14,7 @@ class EnvironmentConfig(Section):
     tools: list[str] = []  # functions that the policy may call, each as module:function
     max_turns: PositiveInt = 8  # turns of the policy in an episode
     max_turn_tokens: PositiveInt | None = None  # of one turn; null: what is left of rollout.max_response_tokens
-    timeout_seconds: PositiveFloat = 60.0  # for a step of the environment; episodes that exceed it are left out
+    timeout_seconds: PositiveFloat = 60.0  # from turn to turn (reset, tools, step); slower episodes are left out
     max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail
 
     def checks(self) -> Iterator[Check]:

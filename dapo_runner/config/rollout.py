@@ -143,7 +143,7 @@ class CorrectionConfig(Section):
     weights: Literal["token", "sequence"] | None = None  # multiply the loss by π/μ (trainer ÷ engine)
     cap: PositiveFloat = 2.0  # upper limit of the weights
     floor: NonNegativeFloat = 0.0  # lower limit of the weights
-    mask: Literal["token", "sequence"] | None = None  # mask those with π/μ outside the bounds
+    mask: Literal["token", "sequence"] | None = None  # mask by π/μ; sequence: by its geometric mean
     bound: Annotated[float, Field(gt=1)] = 2.0  # largest π/μ that is not masked
     lower_bound: Annotated[float, Field(gt=0, lt=1)] | None = None  # smallest π/μ that is not masked; null: 1 / bound
 

@@ -69,7 +69,7 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in texts]
     report.update({IN_HELDOUT: len(prompts) - len(kept), "train": len(kept), "heldout": len(heldout)})
     if not kept:
-        raise ConfigError(f"data.path: expected prompts that are not in data.eval, got none: {report.describe()}")
+        raise ConfigError(f"data.path: expected training prompts (not in data.eval), got none: {report.describe()}")
     return Dataset(kept, heldout, report)
 
 

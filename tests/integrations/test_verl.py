@@ -233,7 +233,7 @@ def test_refused(name: str, mode: str, config: Any, word: str) -> None:
 def test_numbers_that_are_not_the_objectives_own_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, ours.__name__):
         run("dapo_kernels/dapo", random_batch(0), "token-mean", actor_config())
-        run("dapo_kernels/up", random_batch(0), "token-mean", actor_config(clip_ratio_high=0.7))  # which it does not read
+        run("dapo_kernels/up", random_batch(0), "token-mean", actor_config(clip_ratio_high=0.7))  # not read
         assert not caplog.records
         for _ in range(2):
             run("dapo_kernels/gspo", random_batch(0), "seq-mean-token-mean", actor_config(clip_ratio_low=1.234e-4))

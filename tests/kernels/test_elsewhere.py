@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def emulation(folder: Path) -> Path:
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
     flags += ["-ffp-contract=off", "-DDAPO_ISA=portable", '-DDAPO_CUDA_ARCHS="none"', '-DDAPO_CUDA_TOOLKIT="none"']
     flags += ["-U_FORTIFY_SOURCE", f"-I{HERE / 'cuda_host'}"]  # it takes a jump to another stack for an attack
+    flags += shlex.split(os.environ.get("EMULATION_FLAGS", ""))  # of `make sanitize`
     flags += [f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]
     sources = [ROOT / "csrc/bindings_cuda.cpp", ROOT / "csrc/cuda/launch.cpp", HERE / "cuda_emulation.cpp"]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(out)], check=True)

@@ -174,7 +174,8 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
     shares = [float(share) for share in re.findall(r"([\d.]+) ?%", out)]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    dapo.refuses("--out", "report", run, "--out", tmp_path / "p.png" / "q.png")
+    for out in ("p.png/q.png", "p.no-such-format"):
+        dapo.refuses("--out", "report", run, "--out", tmp_path / out)
 
 
 def test_help_and_doctor_need_nothing(dapo: Dapo) -> None:
