@@ -13,7 +13,7 @@ from dapo_runner.commands.output import print_evaluations, print_rows, quiet_lib
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config
 from dapo_runner.data.curriculum import make_curriculum
-from dapo_runner.data.dataset import DataReport, load_data, load_problems
+from dapo_runner.data.dataset import load_data
 from dapo_runner.files import check_writable
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.progress import make_progress
@@ -73,15 +73,14 @@ def _dry_run(config: Config) -> int:
     path = config.model.path
     if path is not None:
         check_lengths(config, path, download=False)
-        if not is_local(path, "tokenizer_config.json"):
-            load_problems(config.data, DataReport())
-            print(f"data: valid; prompts are not counted, because the tokenizer of {path} is not on this machine")
-            return 0
-    dataset = load_data(config, make_tokenizer() if path is None else load_tokenizer(path, config.model))
+    is_here = path is None or is_local(path, "tokenizer_config.json")
+    tokenizer = make_tokenizer() if path is None else load_tokenizer(path, config.model) if is_here else None
+    dataset = load_data(config, tokenizer)
     make_curriculum(config.sampler.curriculum, dataset.train)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         print(unmatchable)
-    print(f"data: {dataset.report.describe()}")
+    lengths = "" if is_here else f". Lengths are unknown: the tokenizer of {path} is not on this machine"
+    print(f"data: {dataset.report.describe()}{lengths}")
     return 0
 
 

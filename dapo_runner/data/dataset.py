@@ -45,7 +45,7 @@ class Dataset:
 
 
 def load_data(config: Config, tokenizer: Any) -> Dataset:
-    """Return training and held-out prompts. Raises ConfigError."""
+    """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Raises ConfigError."""
     data, report = config.data, DataReport()
     train, sets = load_problems(data, report)
     arguments = template_arguments(config.env)
@@ -153,9 +153,11 @@ def clean(problems: Iterable[Problem], report: DataReport, limit: int | None = N
 def tokenize(
     conversations: Iterable[Iterable[tuple[str, str]]], tokenizer: Any, data: DataConfig | SftDataConfig, **kwargs: Any
 ) -> list[tuple[str, list[int]]]:
-    """Return text and token ids of each conversation, up to where the response begins. ``kwargs`` are passed to the
-    chat template. Raises ConfigError.
+    """Return text and token ids of each conversation, up to where the response begins; no ids without a tokenizer.
+    ``kwargs`` are passed to the chat template. Raises ConfigError.
     """
+    if tokenizer is None:
+        return [(render(turns, None, chat=False), []) for turns in conversations]
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
@@ -230,10 +232,8 @@ class PromptCursor:
         """Load a state. Raises ConfigError if it was saved with other prompts or another seed."""
         for what, now in {"seed": self.seed, "data": self._data}.items():
             if state[what] != now:
-                raise ConfigError(
-                    f"{what}: expected {state[what]!r}, as in the checkpoint, got {now!r}. Resume with the "
-                    "same run.seed, data.path and data.eval, or start a new run."
-                )
+                same = "Resume with the same run.seed, data.path and data.eval, or start a new run."
+                raise ConfigError(f"{what}: expected {state[what]!r}, as in the checkpoint, got {now!r}. {same}")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()
         self.curriculum.load_state_dict(state.get("curriculum", {}))

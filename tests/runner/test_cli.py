@@ -300,7 +300,7 @@ def test_answers_that_no_response_matches(files: dict[str, Path], tmp_path: Path
 def test_a_cached_tokenizer(
     files: dict[str, Path], tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one rows are read, but prompts have no lengths."""
+    """Without one rows are read and checked, but prompts have no lengths."""
     folder = tmp_path / "models--some--here"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)
@@ -311,7 +311,8 @@ def test_a_cached_tokenizer(
     here, nowhere, short = "model.path=some/here", "model.path=some/where", "rollout.max_prompt_tokens=1"
     assert re.search(r"data: 3\D+2\D+1\b", dapo(*command, here))
     dapo.refuses("data.path: rollout.max_prompt_tokens", *command, here, short)
-    assert re.search(r"data: \D*some/where", dapo(*command, nowhere, short))
+    assert re.search(r"data: 3\D+2\D+1\D+some/where", dapo(*command, nowhere, short))
+    dapo.refuses("sampler.curriculum.column", *command, nowhere, "sampler.curriculum={column: grade}")
     broken = write_rows(tmp_path / "broken.jsonl", [{"question": "1+1"}])
     dapo.refuses(f"{broken}, row 1: ", *command, nowhere, f"data.path={broken}")
 
