@@ -106,9 +106,9 @@ class Objective:
         length_norm: the constant of ``"seq-mean-token-sum-norm"`` (Dr.GRPO: the maximum response length).
         top_entropy: only this share of the live tokens trains, those with the highest entropy. The denominator does not
             change.
-        clip_cov: (share, low, high): a random share of the live tokens loses its policy gradient. They are drawn from
-            the tokens whose covariance of advantage and log-prob is in (low, high).
-        kl_cov: (share, coef): the share of the live tokens with the highest covariance gets the penalty
+        clip_cov: (share, low, high): this share of the live tokens loses its policy gradient. It is drawn at random
+            from the tokens whose covariance of advantage and log-prob is in (low, high).
+        kl_cov: (share, coef): this share of the live tokens, those with the highest covariance, gets the penalty
             coef·|ℓ − ℓ_old|, times the token's importance weight.
         max_old_prob: tokens with a higher probability under the old policy do not train. The denominator does not
             change.

@@ -29,9 +29,9 @@ class MetricsLog:
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
         """Remove the lines after step ``keep_through``, and an incomplete last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [event for event in read_jsonl(path) if event["step"] <= keep_through] if path.exists() else []
-        atomic_write(path, to_jsonl(kept), sync=True)
-        self.path = path
+        events = read_jsonl(path) if path.exists() else []
+        atomic_write(path, to_jsonl([event for event in events if event["step"] <= keep_through]), sync=True)
+        self.path, self.found_through = path, max((event["step"] for event in events), default=0)
 
     def write(self, step: int, kind: str, values: Mapping[str, float | int | str | None]) -> None:
         """Append one event. NaN and infinities are written as null."""

@@ -41,7 +41,7 @@ class RunLog:
         """
         folder, settings = config.run_dir, config.logging
         self.folder, self.first_step, self.trackers, self.n_samples = folder, first_step, trackers, settings.n_samples
-        self._metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
+        self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
         token_tokenizer = tokenizer if settings.rollouts.per_token else None
         self._rollouts = RolloutLog(folder / ROLLOUTS, settings.rollouts, keep_through, token_tokenizer)
@@ -71,7 +71,7 @@ class RunLog:
     def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Write a line of `metrics.jsonl` and send it to the trackers."""
         with _writing(self.folder, METRICS_FILE):
-            self._metrics.write(step, kind, figures)
+            self.metrics.write(step, kind, figures)
         self.trackers.write(step, kind, figures)
 
     def seconds(

@@ -162,16 +162,15 @@ def open_log(
 
     def open_here() -> RunLog:
         assert trackers is not None  # on rank 0
-        done, kept, metrics = start.last_completed_step, start.keep_log_through, config.run_dir / METRICS_FILE
-        logged = [event["step"] for event in read_jsonl(metrics)] if metrics.is_file() else []
-        if (last := max(logged, default=0)) > done:
-            context.progress.note(f"steps {done + 1} to {last} were logged but not saved: they run again")
+        done, kept, note = start.last_completed_step, start.keep_log_through, context.progress.note
         log = RunLog(config, trackers, first_step=done, keep_through=kept, tokenizer=tokenizer)
+        if (last := log.metrics.found_through) > done:
+            note(f"the logs of steps {done + 1} to {last} are removed: no checkpoint has these steps")
         if start.checkpoint is not None:
             log.changes(start.changes)
             write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none
             for change in start.changes:
-                context.progress.note(f"from step {done + 1} on {change}")
+                note(f"from step {done + 1} on {change}")
         return log
 
     return context.world.run_on_rank0(open_here)
