@@ -13,7 +13,7 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3575,
+    "top": 3573,
     "engines": 2126,
     "rollout": 1076,
     "training": 2263,
