@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dapo_runner.config import Config, load_config
     from dapo_runner.errors import ConfigError
-    from dapo_runner.train import train
+    from dapo_runner.loop import train
 
 __all__ = ["Config", "ConfigError", "load_config", "train"]
 
-_HOMES = {"Config": "config", "ConfigError": "errors", "load_config": "config"}
-
-
-class _Package(ModuleType):
-    """A module whose attribute ``train`` stays the function: importing `dapo_runner.train` does not replace it."""
-
-    @property
-    def train(self) -> Any:
-        return import_module("dapo_runner.train").train
-
-    @train.setter
-    def train(self, module: ModuleType) -> None: ...
-
-
-sys.modules[__name__].__class__ = _Package
+_HOMES = {"Config": "config", "ConfigError": "errors", "load_config": "config", "train": "loop"}
 
 
 def __getattr__(name: str) -> Any:

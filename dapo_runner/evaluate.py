@@ -30,7 +30,7 @@ SEED = 1234  # of every evaluation, whatever run.seed is
 
 
 class EvaluationError(RunError):
-    """Every held-out problem has a failed episode."""
+    """Every episode of every held-out problem has failed."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,13 @@ class Evaluation:
         samples = [sample for group in groups for sample in group.samples]
         average = fmean(group.n_correct / len(group.samples) for group in groups)
         turns = [len(sample.completion.policy_turns) for sample in samples]
-        read = [sample.verdict.extracted is not None for sample in samples]
-        # A reward that judges correctness without extracting an answer leaves nothing to vote on.
+        right, wrong = (
+            [s.verdict.extracted is not None for s in samples if s.correct == kind] for kind in (True, False)
+        )
         is_game = any(sample.verdict.rule == "environment" for sample in samples)
-        votes = any(read) or not average if self.reads_answers and not is_game else all(read)
+        # A reward that extracts no answers, or only those of correct samples, leaves nothing to vote on.
+        extracts = all(right) and (any(wrong) or not wrong)
+        votes = any(right + wrong) or not average if self.reads_answers and not is_game else extracts
         parts = sorted({name for sample in samples for name in sample.parts})
         powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
         return {
@@ -93,8 +96,7 @@ class Evaluation:
 def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config) -> Evaluation:
     """Sample every prompt k times with the evaluation settings. ``generate`` scores by correctness.
 
-    The seed is the same in every evaluation. Problems with a failed episode are left out. Raises EvaluationError if
-    every problem has one.
+    The seed is the same in every evaluation. Failed episodes are left out. Raises EvaluationError if all failed.
     """
     settings = config.evaluation
     sampling = settings.params(
@@ -104,15 +106,17 @@ def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
         seed=SEED,
     )
     scored = generate(make_requests(prompts, sampling))
-    groups = [group for group in scored if len(group.samples) == settings.k]  # the others have a failed episode
+    groups = [group for group in scored if group.samples]  # of the others every episode has failed
     if not groups:
-        raise EvaluationError(f"evaluation: expected one of {len(prompts)} problems without a failed episode, got none")
+        raise EvaluationError(
+            f"evaluation: expected an episode of {len(prompts)} problems that does not fail, got none"
+        )
     return Evaluation(groups, settings.k, reads_answers(config.reward))
 
 
 def pass_estimate(n: int, correct: int, j: int) -> float:
-    """Return the unbiased estimate of pass@j from ``n`` samples of which ``correct`` are correct."""
-    return 1.0 - comb(n - correct, j) / comb(n, j)
+    """Return the unbiased estimate of pass@j from ``n`` samples, ``correct`` of them correct; of pass@n if n < j."""
+    return 1.0 - comb(n - correct, min(n, j)) / comb(n, min(n, j))
 
 
 def consensus(group: Group) -> float:

@@ -3,7 +3,7 @@
     Prompt → Completion → Sample (completion + verdict + rewards) → Group → TrainingSequence → PackedBatch
 
 Shapes: N response tokens of one completion, L tokens of one sequence (prompt + response), T packed positions,
-S sequences of a batch. All tensors are on the CPU until ``PackedBatch.to`` moves them to the training device.
+S sequences of a batch. All tensors are on the CPU; what a pass reads is copied to the training device.
 """
 
 from __future__ import annotations
@@ -368,9 +368,6 @@ class PackedBatch:
     def stale(self) -> bool:
         """Whether an earlier policy sampled it. If so, ratios are not 1 before the first update of the step."""
         return bool((self.ages > 0).any())
-
-    def to(self, device: torch.device | str) -> PackedBatch:
-        return PackedBatch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by field name."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, read_glossary
+from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, part_of_reward, read_glossary
 from dapo_runner.timing import PHASES
 
 HEADER = """\
@@ -58,7 +58,9 @@ def is_documented(key: str) -> bool:
 
 def panel_of(key: str) -> str:
     """Return the title of the report's panel that draws a metric; empty where none does."""
-    panels = {curve.key: panel.title for panel in (*SUPERVISED_PANELS, *PANELS) for curve in panel.curves}
+    panels = {
+        curve.key: panel.title for panel in (*SUPERVISED_PANELS, *PANELS, part_of_reward("*")) for curve in panel.curves
+    }
     return "Time" if key.startswith("seconds/") else panels.get(key, "")
 
 

@@ -68,7 +68,7 @@ def test_imports_bring_no_more_than_is_used() -> None:
         sys.modules.pop("dapo_runner")
         import dapo_kernels, dapo_kernels.integrations
         assert not set({trainers}) & set(sys.modules)
-        from dapo_runner.train import train as function
+        from dapo_runner.loop import train as function
         from dapo_runner import Config, ConfigError, load_config, train
         assert train is function and Config.__module__ == "dapo_runner.config.settings"
         assert issubclass(ConfigError, Exception) and callable(load_config)

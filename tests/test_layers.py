@@ -32,7 +32,7 @@ LAYERS = (
     ("dapo_runner.preflight", "dapo_runner.run.folder"),
     ("dapo_runner.run.fork",),
     ("dapo_runner.run",),
-    ("dapo_runner.train",),
+    ("dapo_runner.loop",),
     ("dapo_runner.tools",),
     ("dapo_runner",),
     ("dapo_runner.commands",),

@@ -74,13 +74,9 @@ def loss_tensors(batch: PackedBatch, policy: Policy, group: ProcessGroup | None)
 
 def head_arguments(policy: Policy, batch: PackedBatch, temperature: float) -> dict[str, Any]:
     """Return the arguments with which the linear functions of `dapo_kernels` score this rank's targets."""
-    head = policy.head
     return {
-        "weight": head.weight,
+        **policy.head._asdict(),
         "target_ids": shard_positions(batch.target_ids, policy.world.sequence_group).to(policy.device),
-        "bias": head.bias,
-        "lora": head.lora,
-        "softcap": head.softcap,
         "float32_logits": policy.float32_logits,
         "temperature": temperature,
         "sampling_mask": local_sampling_mask(batch, policy),

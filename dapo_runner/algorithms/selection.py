@@ -29,7 +29,7 @@ class ScoredBatch(NamedTuple):
 
     def to(self, device: torch.device | str) -> ScoredBatch:
         """Move the scores to a device. The batch stays on the CPU."""
-        return ScoredBatch(self.batch.to("cpu"), self.logprobs.to(device), self.entropy.to(device))
+        return ScoredBatch(self.batch, self.logprobs.to(device), self.entropy.to(device))
 
 
 def select_tokens(

@@ -44,6 +44,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None
         worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
         result = evaluate(worker.generate, dataset.heldout, config)
+    for warning in episodes.take_warnings() if episodes else ():
+        complain(warning)
     for group in result.groups[: options.show]:
         print_response(group)
     print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})

@@ -59,7 +59,7 @@ def print_evaluations(title: str, columns: Mapping[str, Mapping[str, float]]) ->
     table = Table("")
     for heading in columns:
         table.add_column(heading, justify="right")
-    for key in next(iter(columns.values())):
+    for key in dict.fromkeys(key for column in columns.values() for key in column):
         if key.startswith("eval/"):
             shown = (_figure(key, column[key]) if key in column else "" for column in columns.values())
             table.add_row(key.removeprefix("eval/"), *shown)

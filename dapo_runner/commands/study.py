@@ -80,7 +80,8 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
             for n, (run, seconds, failure) in enumerate(ended, start=1):
                 if failure is not None:
                     failures.append(failure)
-                result = failure.reason if failure is not None else f"{read_result(run).accuracy[1][-1]:.1%}"
+                _, accuracy = ([], []) if failure is not None else read_result(run).accuracy
+                result = failure.reason if failure else f"{accuracy[-1]:.1%}" if accuracy else "no accuracy measured"
                 left = (len(waiting) - n) * (time.monotonic() - started) / n
                 place = f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}"
                 print(f"{place}: {result}, {seconds:.0f} s; about {left / 60:.0f} min left", flush=True)

@@ -19,6 +19,7 @@ from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.loop import train
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.policy.lengths import check_lengths, is_local
 from dapo_runner.policy.model import load_tokenizer
@@ -29,7 +30,6 @@ from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.run.folder import AnyConfig, check_same_run
 from dapo_runner.run.fork import find_origin
 from dapo_runner.tiny_model import make_tokenizer
-from dapo_runner.train import train
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

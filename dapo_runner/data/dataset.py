@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig, SftDataConfig
@@ -47,7 +47,8 @@ class Dataset:
 def load_data(config: Config, tokenizer: Any) -> Dataset:
     """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Raises ConfigError."""
     data, report = config.data, DataReport()
-    train, sets = load_problems(data, report)
+    is_game = config.env is not None and config.env.kind is not None
+    train, sets = load_problems(data, report, is_game)
     arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
@@ -64,9 +65,12 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
 
     prompts = build(train)
     heldout = [prompt for name, problems in sets.items() for prompt in build(problems, name)]
-    # Compare texts: different rows can render to the same prompt.
-    texts = {" ".join(prompt.text.split()) for prompt in heldout}
-    kept = [prompt for prompt in prompts if " ".join(prompt.text.split()) not in texts]
+
+    def identity(prompt: Prompt) -> str:  # different rows can render to the same prompt, or be different games
+        return prompt.id if is_game else " ".join(prompt.text.split())
+
+    seen = set(map(identity, heldout))
+    kept = [prompt for prompt in prompts if identity(prompt) not in seen]
     report.update({IN_HELDOUT: len(prompts) - len(kept), "train": len(kept), "heldout": len(heldout)})
     if not kept:
         raise ConfigError(f"data.path: expected training prompts (not in data.eval), got none: {report.describe()}")
@@ -76,10 +80,11 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
 Problems = tuple[list[Problem], dict[str, list[Problem]]]  # training problems, and evaluation sets by name
 
 
-def load_problems(data: DataConfig, report: DataReport) -> Problems:
+def load_problems(data: DataConfig, report: DataReport, is_game: bool) -> Problems:
     """Read or generate what prompts are made of, and count rows in ``report``. Raises ConfigError."""
-    make = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else _read
-    return make(data, report)
+    if data.reasoning_gym or data.format == "arithmetic":
+        return (_generate_gym if data.reasoning_gym else _generate_arithmetic)(data, report)
+    return _read(data, report, is_game)
 
 
 def _generate_arithmetic(data: DataConfig, report: DataReport) -> Problems:
@@ -105,12 +110,12 @@ def _generate_gym(data: DataConfig, report: DataReport) -> Problems:
     return train, {"": heldout}
 
 
-def _read(data: DataConfig, report: DataReport) -> Problems:
+def _read(data: DataConfig, report: DataReport, is_game: bool) -> Problems:
     def read(source: DataConfig | EvalSetConfig) -> list[Problem]:
         assert source.path is not None, "the configuration has checked it"
         columns = source.columns or data.columns
         rows = read_problems(source.path, source.format, columns, source.subset, source.split, data.system)
-        return clean(rows, report, source.limit)
+        return clean((replace(row, is_game=is_game) for row in rows), report, source.limit)
 
     train = read(data)
     if data.eval:

@@ -34,12 +34,14 @@ class Problem:
     source: str
     context: tuple[tuple[str, str], ...] = ()  # (role, content)
     row: Mapping[str, Any] = field(default_factory=dict)
+    is_game: bool = False  # an environment reads the row, so rows with the same text differ
 
     @property
     def key(self) -> str:
-        """A hash that is equal for rows with the same text, apart from white space."""
+        """A hash that is equal for rows with the same text, apart from white space; of a game for equal rows."""
         text = "\0".join([*(f"{role}:{content}" for role, content in self.context), self.question])
-        return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+        columns = json.dumps(self.row, sort_keys=True, default=repr) if self.is_game else ""
+        return hashlib.sha256(f"{' '.join(text.split())}{columns}".encode()).hexdigest()
 
 
 def read_problems(
@@ -69,14 +71,12 @@ def read_problems(
 
 def convert_rows(path: Path, subset: str | None, split: str, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     """Yield ``convert(row)`` for each row. Raises ConfigError with the data set, the row and what was expected."""
-    for number, row in enumerate(read_rows(path, subset, split), start=1):
+    for n, row in enumerate(read_rows(path, subset, split), start=1):
         try:
             converted = convert(row)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}, row {number}: expected data.columns to fit ({type(error).__name__}: {error}), got "
-                f"{shorten(row)}"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{path}, row {n}: expected data.columns to fit ({reason}), got {row!r:.160}") from error
         yield converted
 
 
@@ -93,7 +93,12 @@ def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, 
     """Yield the rows of a file or of a Hugging Face data set. Raises ConfigError."""
     if (problem := missing_data(path)) is not None:
         raise ConfigError(f"data.path: {problem}")
-    yield from _READERS[path.suffix](path) if path.suffix in _READERS else _load_dataset(path, subset, split)
+    try:
+        yield from _READERS[path.suffix](path) if path.suffix in _READERS else _load_dataset(path, subset, split)
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:  # not UTF-8, no Parquet, no permission
+        raise ConfigError(f"{path}: expected a {path.suffix} file in UTF-8, got an error: {error}") from error
 
 
 def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
@@ -121,7 +126,7 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON list, or one object per line."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         is_list = path.suffix == ".json" and file.read(1000).lstrip().startswith("[")
         file.seek(0)
         for number, text in enumerate([file.read()] if is_list else file, start=1):
@@ -134,12 +139,13 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{where}: expected valid JSON, got an error: {error.msg}") from error
             for row in found if is_list else [found]:
                 if not isinstance(row, dict):
-                    raise ConfigError(f"{path}, line {number}: expected a JSON object, got {shorten(row)}")
+                    raise ConfigError(f"{path}, line {number}: expected a JSON object, got {row!r:.160}")
                 yield row
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
     """Yield rows as texts by column. The first line names the columns."""
+    csv.field_size_limit(2**31 - 1)  # of a text; 131072 otherwise
     with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
         try:
@@ -183,6 +189,10 @@ def _make_problem(
 
 
 def _answer_text(answer: Any) -> str:
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str | int | float):
+        (answer,) = answer
+    if isinstance(answer, float) and answer.is_integer():  # pandas makes floats of integers beside a missing value
+        answer = int(answer)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     if answer is None or not text.strip():
         raise ValueError("no answer")
@@ -213,7 +223,7 @@ def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
     """Return letter, text and label of each choice. The label comes from {text, label}, as in ARC, or is the index."""
     texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
-        raise ValueError(f"expected a list of 2 to 26 texts in data.columns.choices={name}, got {shorten(texts, 40)}")
+        raise ValueError(f"expected a list of 2 to 26 texts in data.columns.choices={name}, got {texts!r:.40}")
     return list(zip(ascii_uppercase[: len(texts)], texts, range(len(texts)) if labels is None else labels, strict=True))
 
 
@@ -224,8 +234,3 @@ def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
             if choice[part] == answer:
                 return choice[0]
     raise ValueError(f"the answer {answer!r} is none of the choices")
-
-
-def shorten(value: Any, width: int = 160) -> str:
-    text = repr(value)
-    return text if len(text) <= width else text[: width - 1] + "…"

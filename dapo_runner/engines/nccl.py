@@ -133,13 +133,16 @@ class NCCLTransfer(Transfer):
             except Exception as error:
                 raise ServerError(f"{server}: NCCL on this side: {type(error).__name__}: {error}") from error
 
-        server_task = asyncio.ensure_future(request)
+        tasks = asyncio.ensure_future(request), asyncio.wrap_future(in_thread(run))
         try:
-            await asyncio.wait_for(asyncio.gather(asyncio.wrap_future(in_thread(run)), server_task), self.within)
-        except BaseException as error:
-            server_task.cancel()
+            done, waiting = await asyncio.wait(tasks, timeout=self.within, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if waiting:
+                raise ServerError(f"{server}: the NCCL transfer did not finish within {self.within:g} s", self.within)
+        except BaseException:
             self._leave(server)
-            if isinstance(error, asyncio.TimeoutError):
-                message = f"{server}: the NCCL transfer did not finish within {self.within:g} s"
-                raise ServerError(message, self.within) from None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             raise

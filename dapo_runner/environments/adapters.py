@@ -64,14 +64,21 @@ class TextArena(Environment):
 class OpenEnv(Environment):
     """A synchronous client of OpenEnv (`client.sync()`), or anything with its ``reset`` and ``step``.
 
-    ``action`` makes the client's action of a turn, ``text`` what the policy sees of an observation.
+    ``action`` makes the client's action of a turn, ``text`` what the policy sees of an observation, ``begin`` the
+    keywords of ``reset`` from the row: without them the episodes of a prompt may be different games.
     """
 
-    def __init__(self, client: Any, action: Callable[[str], Any], text: Callable[[Any], str] = str) -> None:
-        self.client, self.action, self.text, self.close = client, action, text, client.close
+    def __init__(
+        self,
+        client: Any,
+        action: Callable[[str], Any],
+        text: Callable[[Any], str] = str,
+        begin: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda row: {},
+    ) -> None:
+        self.client, self.action, self.text, self.begin, self.close = client, action, text, begin, client.close
 
     def reset(self, row: Mapping[str, Any]) -> str:
-        return self.text(self.client.reset().observation)
+        return self.text(self.client.reset(**self.begin(row)).observation)
 
     def step(self, text: str) -> Answer:
         result = self.client.step(self.action(text))

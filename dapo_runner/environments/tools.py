@@ -106,7 +106,7 @@ class ToolEnvironment(Environment):
             return result
         except (Exception, SystemExit) as error:  # the policy may do better next time
             self.counts["tool_errors"] += 1
-            text, room = str(error), self.error_room
+            text, room = str(error) or type(error).__name__, self.error_room
             if isinstance(error, ValidationError):  # of the call or its arguments
                 found = ((".".join(map(str, one["loc"])) or "tool call", one["msg"]) for one in error.errors())
                 text = "; ".join(map(": ".join, found))

@@ -108,10 +108,17 @@ PANELS = (
 SUPERVISED_PANELS = (Panel("Cross-entropy", "nats per token", SUPERVISED_LOSS), ENTROPY, GRADIENT, LEARNING_RATE, TIME)
 
 
+def part_of_reward(name: str) -> Panel:
+    """Return the panel of one of several rewards. Its deviation in a group gives the gradient."""
+    curves = Metric(f"reward/{name}", "mean"), Metric(f"reward/{name}_std", "deviation in a group", ORANGE)
+    return Panel(f"Reward: {name}", "per response", curves)
+
+
 def panels_of(keys: Collection[str]) -> tuple[Panel, ...]:
     """Return the panels that have a curve in ``keys``, the logged metrics. `dapo sft` has other panels."""
     is_supervised = "eval/loss" in keys or ("train/loss" in keys and "batch/reward" not in keys)
-    panels = SUPERVISED_PANELS if is_supervised else PANELS
+    parts = sorted(key.removeprefix("reward/") for key in keys if f"{key}_std" in keys and key.startswith("reward/"))
+    panels = SUPERVISED_PANELS if is_supervised else (*PANELS[:2], *map(part_of_reward, parts), *PANELS[2:])
     patterns = {panel: [curve.key for curve in panel.curves] for panel in panels}
     return tuple(p for p in panels if any(fnmatchcase(key, name) for key in keys for name in patterns[p]))
 

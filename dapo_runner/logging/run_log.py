@@ -83,10 +83,6 @@ class RunLog:
             self._timings.write(step, "step" if step > self.first_step else "start", figures)
         self.trackers.write(step, "seconds", figures)
 
-    def changes(self, changes: Changes) -> None:
-        """Write the settings that have changed from this step on."""
-        _log_changes(self.folder, self.first_step, changes)
-
     def close(self) -> None:
         self.trackers.close()
 
@@ -94,7 +90,7 @@ class RunLog:
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
     """Write the origin of a fork and the settings that differ from it."""
     MetricsLog(folder / CHANGES_FILE).write(origin.step, "fork", {"from": str(origin.path.resolve())})
-    _log_changes(folder, origin.step, changes)
+    log_changes(folder, origin.step, changes)
 
 
 def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
@@ -104,7 +100,8 @@ def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in named.items()}, path, metadata={"error": error})
 
 
-def _log_changes(folder: Path, step: int, changes: Changes) -> None:
+def log_changes(folder: Path, step: int, changes: Changes) -> None:
+    """Write the settings that have changed from ``step`` on."""
     changes = list(changes)
     if not changes:
         return  # do not create an empty file

@@ -69,7 +69,7 @@ class FunctionReward(CallingReward):
 
 
 def _read_verdicts(returned: Any, n: int, config: RewardConfig) -> list[Verdict | None]:
-    if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+    if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__len__"):
         raise TypeError(f"expected a list of {n} rewards, got {type(returned).__name__}")
     if len(returned) != n:
         raise ValueError(f"expected {n} rewards, one for each completion, got {len(returned)}")

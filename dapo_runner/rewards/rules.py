@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from dapo_runner.rewards.rule_worker import ANSWER_LINE, SHOWN
 from dapo_runner.types import Verdict
 
 ANSWER_WINDOW = 300  # characters; the longest answer of MATH-500 has 159
 TEXT_WINDOW = 2000  # characters that the rules for texts and letters read
 BOXED_WINDOW = 100
-SHOWN = 200  # characters of an extracted text in a verdict
 NO_ANSWER = Verdict(correct=False, extracted=None, rule="none")
-
-_ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 # The order matters: articles are removed while a space still follows them.
 _REPLACEMENTS = (
@@ -44,7 +42,7 @@ _REWRITES = (
 
 def answer_rule(text: str, answer: str) -> Verdict:
     """Compare the last `Answer: …` line after ``normalise``, as the DAPO recipe does (arXiv 2503.14476, its script)."""
-    lines = _ANSWER_LINE.findall(text[-ANSWER_WINDOW:])
+    lines = ANSWER_LINE.findall(text[-ANSWER_WINDOW:])
     if not lines:
         return NO_ANSWER
     extracted = normalise(lines[-1])

@@ -51,7 +51,8 @@ _RULES: dict[str, tuple[Callable[[str, str], Verdict], str]] = {
 def load_reward(config: RewardConfig, use: str) -> Reward:
     """Return the rule or function ``use``. Raises ConfigError if it, or a package that it needs, is missing."""
     if use in _RULES:
-        return _compare_by(_RULES[use][0])
+        compare = _RULES[use][0]
+        return TextReward(lambda *pairs: list(map(compare, *pairs)))
     if use in ("math", "json"):
         return TextReward(open_rule(use, config.workers, config.rule_deadline).judge_texts)
     if use == "reasoning_gym":
@@ -60,10 +61,6 @@ def load_reward(config: RewardConfig, use: str) -> Reward:
     if use == "code":
         return TextReward(open_code(config.workers, config.rule_deadline, config.memory_mb).judge_texts)
     return Judge(config) if use == "judge" else FunctionReward(use, config)
-
-
-def _compare_by(rule: Callable[[str, str], Verdict]) -> TextReward:
-    return TextReward(lambda texts, answers: list(map(rule, texts, answers)))
 
 
 def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:

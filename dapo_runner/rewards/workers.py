@@ -26,7 +26,7 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -114,15 +114,13 @@ class WorkerRule(ABC):
         """Return the verdict on a text. Raises WorkerError."""
 
     def judge_texts(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        pairs = zip(texts, answers, strict=True)
-        return map_in_threads(lambda pair: _verdict_of(self.judge_one, *pair), pairs, self.workers)
+        def judge(pair: tuple[str, str]) -> Verdict:
+            try:
+                return self.judge_one(*pair)
+            except WorkerError as error:
+                return Verdict(False, rule=str(error))
 
-
-def _verdict_of(judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
-    try:
-        return judge(*arguments)
-    except WorkerError as error:
-        return Verdict(False, rule=str(error))
+        return map_in_threads(judge, zip(texts, answers, strict=True), self.workers)
 
 
 class TextRule(WorkerRule):
@@ -135,26 +133,19 @@ class TextRule(WorkerRule):
         self.rule = rule
         self._idle: list[Worker] = []  # the last one is used first, so that no more are started than needed
 
-    def judge_one(self, text: str, answer: str) -> Verdict:
-        return self._ask({"text": text, "answer": answer})
-
-    def judge_request(self, request: dict[str, Any]) -> Verdict:
-        """Return the verdict on a request for ``rule_worker``."""
-        return _verdict_of(self._ask, request)
-
-    def _ask(self, request: dict[str, Any]) -> Verdict:
+    def judge_one(self, text: str, answer: str, **more: Any) -> Verdict:
         """Return a worker's verdict. Raises WorkerError, and ConfigError for an invalid ground truth."""
         worker = self._take_worker()
         try:
-            worker.send({**request, "deadline": self.deadline})
-            answer = worker.read(self.deadline, line=True)
-            if not answer:
+            worker.send({"text": text, "answer": answer, **more, "deadline": self.deadline})
+            written = worker.read(self.deadline, line=True)
+            if not written:
                 raise WorkerError("crash")
         except BaseException:
             worker.kill()
             raise
         self._idle.append(worker)
-        found = json.loads(answer)
+        found = json.loads(written)
         if "refused" in found:
             raise ConfigError(f"reward json: expected a JSON schema, got {found['refused']}. Set data.columns.answer.")
         return Verdict(**found)

@@ -47,15 +47,13 @@ class EarlyStop:
         """
         if self.settings is None:
             return
-        if self.metric not in figures and self.metric.endswith(f"cons@{self.k}"):
-            return  # cons@k is measured only if every response has an extracted answer
-        if self.metric not in figures:
+        if self.metric not in figures and not self.metric.endswith(f"cons@{self.k}"):  # needs extracted answers
             known = ", ".join(name.removeprefix("eval/") for name in figures if name.startswith("eval/"))
             raise ConfigError(
                 f"run.early_stop.metric: expected one of {known}, got {self.metric.removeprefix('eval/')}. "
                 "Choose a metric of the evaluations."
             )
-        value = figures[self.metric]
+        value = figures.get(self.metric)
         value = value if value is not None and math.isfinite(value) else None
         if value is not None and (self._best is None or value > self._best[1]):
             self._best, self._waited = (step, value), 0

@@ -17,7 +17,7 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.progress import Progress
-from dapo_runner.logging.run_log import CHECKPOINTS, RunLog
+from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, log_changes
 from dapo_runner.logging.trackers import Trackers
 from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
@@ -167,7 +167,7 @@ def open_log(
         if (last := log.metrics.found_through) > done:
             note(f"the logs of steps {done + 1} to {last} are removed: no checkpoint has these steps")
         if start.checkpoint is not None:
-            log.changes(start.changes)
+            log_changes(config.run_dir, done, start.changes)
             write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none
             for change in start.changes:
                 note(f"from step {done + 1} on {change}")

@@ -5,7 +5,7 @@
 
 Each run goes through the command line, in a process of its own. Recorded are the metric values and the SHA-256 of
 weights and optimizer state. Tensors are compared as a set, without names, so that a checkpoint may be laid out
-otherwise. A metric that gets another name is added to ``RENAMED``.
+otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,8 @@ from launch import torchrun  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small import SEGMENTS, small_recipe  # noqa: E402
 
-RENAMED = {  # name of a metric when it was recorded → its name now
-    "sampling/all_right": "sampling/all_correct",
-    "sampling/all_wrong": "sampling/all_incorrect",
-    "sampling/varying": "sampling/varying_reward",
-    "sampling/graded": "sampling/varying_reward_only",
-    "sampling/alike": "sampling/equal_reward",
-    "batch/filtered": "batch/masked",
-    "reward/dapo_spread": "reward/dapo_std",
-    "reward/parity_spread": "reward/parity_std",
-}
 # These follow the clock or the timing of threads, not the seed.
-UNSTABLE = ("sampling/age", "batch/age", "ahead/", "async/", "sampling/stale", "rollout/", "sync/")
+UNSTABLE = ("batch/age", "async/", "sync/")
 REWARD = """
 import asyncio
 
@@ -142,35 +132,23 @@ def result_of(folder: Path) -> dict[str, Any]:
     """What is compared: metric values by step, and the tensors of the newest checkpoint."""
     newest = max((folder / "checkpoints").iterdir())
     weights = sorted((newest / "model").glob("**/*.safetensors"))
-    state = [path for path in sorted(newest.rglob("*")) if path.is_file() and path not in weights]
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    model = {name: tensor for path in weights for name, tensor in load_file(path).items()}
-    # The recorded checkpoints of one process had no masters that are the weights themselves.
-    known = model if len(list((newest / "optimizer").iterdir())) == 1 else {}
     return {
-        "weights": digest(iter(model.values())),
-        "optimizer": digest(tensor for path in state for tensor in optimizer_tensors(path, known)),
+        "weights": digest(weights),
+        "optimizer": digest(sorted((newest / "optimizer").iterdir())),
         "metrics": {f"{line['kind']} {line['step']}": stable(line) for line in lines},
     }
 
 
-def optimizer_tensors(path: Path, known: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    if path.suffix == ".safetensors":
-        for name, tensor in load_file(path).items():
-            weight = known.get(name.removesuffix("/master"))
-            if weight is None or weight.dtype != tensor.dtype or not torch.equal(weight, tensor):
-                yield tensor
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
+def digest(files: Iterable[Path]) -> str:
     """Of the set of tensors, whatever they are called."""
     each = sorted(
         hashlib.sha256(
             repr((tensor.dtype, tuple(tensor.shape))).encode()
             + tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         ).hexdigest()
-        for tensor in tensors
-        if tensor.numel() > 1  # counters of steps are saved as tensors or as numbers
+        for path in files
+        for tensor in load_file(path).values()
     )
     return hashlib.sha256("".join(each).encode()).hexdigest() if each else "none"
 
@@ -185,13 +163,12 @@ def differences(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[
         return [*found, f"{name}: logged {list(now['metrics'])}, recorded {list(before['metrics'])}"]
     for when, recorded in before["metrics"].items():
         line = now["metrics"][when]
-        wanted = {RENAMED.get(key, key): value for key, value in recorded.items()}
         found += [
             f"{name}, {when}: {key} is {line.get(key)}, recorded {value}"
-            for key, value in wanted.items()
+            for key, value in recorded.items()
             if line.get(key) != value
         ]
-        found += [f"{name}, {when}: {key} is new" for key in line.keys() - wanted.keys()]
+        found += [f"{name}, {when}: {key} is new" for key in line.keys() - recorded.keys()]
     return found
 
 

@@ -25,10 +25,10 @@ from dapo_runner.cli import main
 from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepGivenUpError
+from dapo_runner.loop import train
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.calls import RewardError
 from dapo_runner.rollout.episodes import EpisodeError
-from dapo_runner.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -71,26 +71,34 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     calls: list[RolloutRequest] = []
 
     def generate(requests: Sequence[RolloutRequest]) -> list[Group]:
-        """Of the last problem an episode has failed."""
+        """Of the last two problems one and two episodes have failed."""
         calls.extend(requests)
         right, cut = make_completion(64, "Answer: 7"), make_completion(64, "Answer: 8", truncated=True)
-        answers = [[right, cut], [cut, make_completion(1, "what?")], [right]]
+        answers = [[right, cut], [cut, make_completion(1, "what?")], [right], []]
         return Scorer(config, shaped=False)([request.prompt for request in requests], answers)
 
     config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0}, rollout={"stop": ["x"]})
-    result = evaluate(generate, [make_prompt(name) for name in "xyz"], config)
+    result = evaluate(generate, [make_prompt(name) for name in "wxyz"], config)
     sampling = SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=1234, stop=("x",))
     asked = [(call.index, call.prompt.id, call.sampling) for call in calls]
-    assert asked == [(index, name, sampling) for index, name in enumerate("xyz")]
-    expected = {"truncated": 0.5, "no_answer": 0.25, "length": (64 * 3 + 1) / 4, "problems": 2, "avg@2": 0.25}
+    assert asked == [(index, name, sampling) for index, name in enumerate("wxyz")]
+    expected = {"truncated": 0.4, "no_answer": 0.2, "length": (64 * 4 + 1) / 5, "problems": 3, "avg@2": 0.5}
+    expected["pass@2"] = 2 / 3  # of the only episode that is left, pass@1
     assert {key: result.metrics[key] for key in expected} == pytest.approx(expected)
     with pytest.raises(EvaluationError):
-        evaluate(lambda requests: [group_of("a")], [make_prompt()], config)
+        evaluate(lambda requests: [Group(make_prompt(), ())], [make_prompt()], config)
 
 
 @pytest.mark.parametrize(
     ("answers", "is_reading", "has_consensus"),
-    [("ab", False, True), ("a-", False, False), ("--", False, False), ("ab", True, True), ("a-", True, True)],
+    [
+        ("ab", False, True),
+        ("a-", False, False),
+        ("--", False, False),
+        ("ab-", False, True),
+        ("ab", True, True),
+        ("a-", True, True),
+    ],
 )
 def test_consensus_where_a_reward_reads_no_answer(answers: str, is_reading: bool, has_consensus: bool) -> None:
     """Wrong samples without an answer cannot vote, and one right of many would be called a majority."""

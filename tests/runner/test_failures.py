@@ -29,8 +29,8 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
+from dapo_runner.loop import train
 from dapo_runner.rollout.probe import OutOfSyncError
-from dapo_runner.train import train
 
 Ending = tuple[str, int, list[signal.Signals], int | None]  # phase, the how-manieth, signals, the step that is saved
 CALLS = list[int]()

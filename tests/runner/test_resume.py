@@ -21,7 +21,7 @@ from dapo_runner.config import load_config
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step, saved_steps
-from dapo_runner.train import train
+from dapo_runner.loop import train
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # of sys.addaudithook
 STEPS = ["run.steps=3", "run.keep=1", "logging.rollouts.per_token=true"]

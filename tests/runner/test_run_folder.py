@@ -26,6 +26,7 @@ from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, rea
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.logging.versions import this_version
+from dapo_runner.loop import train
 from dapo_runner.run.folder import (
     CONFIG_FILE,
     LOCK_FILE,
@@ -36,7 +37,6 @@ from dapo_runner.run.folder import (
 )
 from dapo_runner.run.fork import find_origin
 from dapo_runner.run.start import open_run
-from dapo_runner.train import train
 
 Sections = dict[str, dict[str, Any]]
 Fork = Callable[..., Config]

@@ -24,8 +24,8 @@ from dapo_runner.config import AdvantageConfig, Config, flatten, load_config, pa
 from dapo_runner.config.run import EarlyStopConfig
 from dapo_runner.data.dataset import load_data
 from dapo_runner.files import read_jsonl
+from dapo_runner.loop import train
 from dapo_runner.rewards.scoring import Scorer
-from dapo_runner.train import train
 from dapo_runner.types import Group
 
 SNIPPETS, OPTIONS = snippets_of("your-own"), snippets_of("training-options")

@@ -24,11 +24,11 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.logging.metrics import before_and_after
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.loop import train
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.worker import rollout_sampling
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.timing import PHASES, StepClock, time_split
-from dapo_runner.train import train
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def rule_of(metric: str, **settings: Any) -> EarlyStop:
         ("x", [0.1, 0.2, 0.2, 0.1, 0.3, 0.3], {"patience": 3}, []),
         ("x", [0.1, 0.9, 0.8, 1.0], {"patience": None, "target": 0.9}, [2, 4]),  # a run may go on: the last one decides
         ("x", [None, 0.1, math.nan, None], {"patience": 2}, [4]),
-        ("cons@4", [0.5, "not logged", 0.5], {"patience": 1}, [3]),  # where a response has no extracted answer
+        ("cons@4", [0.5, "not logged", 0.5], {"patience": 2}, [3]),  # where no response has an extracted answer
     ],
 )
 def test_after_which_evaluations_it_ends(metric: str, values: list[Any], settings: dict[str, Any], ends: Any) -> None:

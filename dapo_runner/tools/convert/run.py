@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, 
 from dapo_runner.http import HTTPError
 from dapo_runner.rewards.calls import PAUSE
 from dapo_runner.rewards.judge import chat
-from dapo_runner.rewards.workers import open_rule, require_package
+from dapo_runner.rewards.workers import WorkerError, open_rule, require_package
 from dapo_runner.threads import map_in_threads
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
 
@@ -110,9 +111,11 @@ def _settle(problem: Problem, text: str, config: ConvertConfig) -> dict[str, Any
 
 def is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | None:
     """Compare with math-verify. Return None if it cannot evaluate one side."""
-    compared = {"text": f"\\boxed{{{expression}}}", "answer": answer.strip().strip("$"), "values": dict(values)}
-    verdict = open_rule("math", WORKERS, DEADLINE).judge_request(compared)
-    return verdict.correct if verdict.rule == "math-verify" else None
+    rule, text = open_rule("math", WORKERS, DEADLINE), f"\\boxed{{{expression}}}"
+    with suppress(WorkerError):
+        verdict = rule.judge_one(text, answer.strip().strip("$"), values=dict(values))
+        return verdict.correct if verdict.rule == "math-verify" else None
+    return None
 
 
 def bare_question(problem: Problem) -> str:

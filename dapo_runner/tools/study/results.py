@@ -59,16 +59,18 @@ class Result:
         return max(self.axes[axis].values())
 
     def values(self, equal_tokens: float) -> dict[str, float | None]:
-        """Return the values for the table. Accuracy is interpolated at ``equal_tokens``."""
+        """Return the values for the table, None for what was not logged: cons@k needs extracted answers."""
         tokens, accuracy = self.accuracy
-        nearest = min(range(len(tokens)), key=lambda index: abs(tokens[index] - tokens[-1] / 2))
-        values: dict[str, float | None] = {"before": accuracy[0], "half": accuracy[nearest], "after": accuracy[-1]}
+        values: dict[str, float | None] = dict.fromkeys(("before", "half", "after", "at_equal_tokens"))
+        if accuracy:
+            nearest = min(range(len(tokens)), key=lambda index: abs(tokens[index] - tokens[-1] / 2))
+            interpolated = float(np.interp(equal_tokens, tokens, accuracy))
+            values = dict(zip(values, (accuracy[0], accuracy[nearest], accuracy[-1], interpolated), strict=True))
         for name, key in MEANS.items():
             _, logged = self.series(key, "step")
             values[f"{name}_first"] = fmean(logged[:TAIL]) if logged else None
             values[f"{name}_last"] = fmean(logged[-TAIL:]) if logged else None
-        values |= {"steps": self.total("step"), "at_equal_tokens": float(np.interp(equal_tokens, tokens, accuracy))}
-        return values | {name: self.total(name) for name in ("updates", "tokens", "seconds")}
+        return values | {"steps" if axis == "step" else axis: self.total(axis) for axis in self.axes}
 
     def as_json(self, equal_tokens: float, curves: Iterable[str]) -> dict[str, Any]:
         """Return values, axes and curves as JSON, from which table and pictures can be made again."""

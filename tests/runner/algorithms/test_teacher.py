@@ -13,7 +13,7 @@ from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, apply_overrides, load_config, parse
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
-from dapo_runner.train import train
+from dapo_runner.loop import train
 
 SNIPPETS = snippets_of("distillation")
 SMALL = [

@@ -28,10 +28,10 @@ from dapo_runner.config import (
     parse,
 )
 from dapo_runner.config.algorithms import ALGORITHMS
+from dapo_runner.loop import train
 from dapo_runner.preflight.dry_run import departures, describe_algorithm
 from dapo_runner.run.folder import check_same_run, settings_of
 from dapo_runner.run.fork import find_origin
-from dapo_runner.train import train
 
 ROOT = Path(__file__).resolve().parents[3]
 

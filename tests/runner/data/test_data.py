@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError
+from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError, EnvironmentConfig
 from dapo_runner.data.arithmetic import split_problems
 from dapo_runner.data.dataset import (
     CONFLICTING,
@@ -86,6 +86,8 @@ def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) 
     [
         ({"q": " Hi ", "a": 5}, SYSTEM, "Hi", "5"),
         ({"q": turns("user: Hi"), "a": 0.5}, SYSTEM, "Hi", "0.5"),
+        ({"q": "Hi", "a": 6.0}, SYSTEM, "Hi", "6"),  # pandas makes floats of a column with a missing value
+        ({"q": "Hi", "a": [7.0]}, SYSTEM, "Hi", "7"),
         ({"q": turns("system: own", "user: Hi"), "a": {"k": "é"}}, ["system: own"], "Hi", '{"k": "é"}'),
         ({"q": turns("user: a", "assistant: b", "user: c"), "a": [1, "a"]}, TALK, "c", '[1, "a"]'),
         ({"q": "?", "o": ["x", "y"], "a": 1}, SYSTEM, LETTERED, "B"),
@@ -150,11 +152,12 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], p
     [
         ("d.json", ' [{"q": "Why?", "a": "1, 2"},\n {"q": "Wö\\n?", "a": "3"}]'),
         ("d.json", '{"q": "Why?", "a": "1, 2"}\n{"q": "Wö\\n?", "a": "3"}\n'),
-        ("d.csv", '\ufeffq,a\r\nWhy?,"1, 2"\r\n"Wö\n?",3\r\n'),
+        ("d.csv", 'q,a\r\nWhy?,"1, 2"\r\n"Wö\n?",3\r\n'),
     ],
 )
-def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str, mark: str) -> None:
+    (tmp_path / name).write_text(mark + content, encoding="utf-8", newline="")
     prompts = load(tmp_path / name, columns=COLUMNS).train
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [("Why?", "1, 2"), ("Wö\n?", "3")]
 
@@ -170,14 +173,16 @@ def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str) -> None:
         ("d.csv", "q,a\n1\n", "line 2"),
         ("d.csv", 'q,a\n"1"x,2\n', "line 2"),
         ("d.csv", 'q,a\n"1,2\n', "d.csv"),
+        ("d.csv", b"q,a\ncaf\xe9,2\n", "d.csv"),
+        ("d.parquet", "PAR1", "d.parquet"),
         ("d.jsonl", "", "data.path"),
         ("missing.jsonl", None, "data.path"),
         ("d.txt", "q", "data.path"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | None, place: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: Any, place: str) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=place) as caught:
         load(tmp_path / name, columns=COLUMNS)
     assert name in str(caught.value) or content == ""
@@ -242,6 +247,28 @@ def test_repeated_and_conflicting_rows_are_left_out_and_counted(rows: Rows, limi
         assert [" ".join(problem.question.split()) for problem in found] == kept
         n_read = sum(map(len, answers.values()))
         assert (report["rows"], report[CONFLICTING], report[DUPLICATES]) == (n_read, lost, n_read - lost - len(kept))
+
+
+class Game:
+    def reset(self, row: dict[str, Any]) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+def test_rows_of_games_are_repeated_only_if_every_column_is(tmp_path: Path) -> None:
+    """The games of a data set often have one prompt and differ in their seed."""
+    path = write_rows(tmp_path / "g.jsonl", [{"q": "Guess.", "seed": seed} for seed in (1, 2, 3, 3, 4)])
+    one = write_rows(tmp_path / "one.jsonl", [{"q": "Guess.", "seed": 2}])
+    data = {"format": "auto", "path": path, "columns": {"prompt": "q"}, "eval": {"one": {"path": one}}}
+    config = make_config(data=data, reward={"kind": "a:f"})
+    game = config.model_copy(update={"env": EnvironmentConfig(kind=f"{__name__}:Game")})
+    found = load_data(game, CharTokenizer())
+    assert [prompt.row["seed"] for prompt in found.train] == [1, 3, 4]
+    assert (found.report[DUPLICATES], found.report[IN_HELDOUT]) == (1, 1)
+    assert len({prompt.id for prompt in found.train}) == 3
+    with refused("data.path", parts=[f"4 {DUPLICATES}"]):
+        load_data(config, CharTokenizer())
 
 
 def test_long_prompts_are_left_out_and_every_row_is_counted(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from small import events_of
 from dapo_runner.config import Config, parse
 from dapo_runner.engines.client import RolloutError
 from dapo_runner.logging.progress import Progress
+from dapo_runner.loop import train
 from dapo_runner.rollout.probe import N_PROMPTS, OutOfSyncError
-from dapo_runner.train import train
 
 
 def losing(fleet: Fleet, ahead: int, n: int, **run: Any) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from dapo_runner.config.rollout import VLLM_TEMPERATURES
 from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
+from dapo_runner.loop import train
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.tiny_model import make_model, make_tokenizer
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Prompt, SamplingParams, make_requests
 
 pytestmark = [

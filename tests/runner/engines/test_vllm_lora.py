@@ -17,9 +17,9 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, parse
 from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.logging.progress import Progress
+from dapo_runner.loop import train
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.tiny_model import make_tokenizer
-from dapo_runner.train import train
 from dapo_runner.types import SamplingParams, make_requests
 
 __all__ = ["pytestmark", "tiny"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import re
 import sys
@@ -21,6 +22,7 @@ from dapo_runner.environments.adapters import TextArena
 from dapo_runner.environments.tools import make_environment
 
 ROOT = Path(__file__).parents[3]
+ROW = '{"prompt": "I think of a number from 1 to 20.", "seed": 1}'  # as the page shows it
 PAGE, FIRST_PAGE = ((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("environments", "first-environment"))
 SNIPPETS, FIRST = snippets_of("environments"), snippets_of("first-environment")
 FILES = {
@@ -40,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delitem(sys.modules, module, raising=False)
         (tmp_path / f"{module}.py").write_text(text)
     importlib.invalidate_caches()
-    write_rows(tmp_path / "games.jsonl", [{"prompt": f"{seed}?", "seed": seed} for seed in range(8)])
+    write_rows(tmp_path / "games.jsonl", [{**json.loads(ROW), "seed": seed} for seed in range(8)])
     return tmp_path
 
 
@@ -66,6 +68,7 @@ def train_with(dapo: Dapo, folder: Path, model: Path, settings: str, **sections:
 
 
 def test_every_snippet_is_tested() -> None:
+    assert f"`{ROW}`" in PAGE
     assert PAGE.count("```") == 2 * len(SNIPPETS)
     settings, code = {"tool: settings", "game: settings", "gym"}, {"tool: function", "game: class", "adapters"}
     assert SNIPPETS.keys() == settings | code | {"turns: function"}
@@ -128,9 +131,11 @@ def test_an_openenv_client() -> None:
     def result(message: str, *end: Any) -> Any:  # as of `openenv.core.SyncEnvClient`
         return SimpleNamespace(observation=SimpleNamespace(message=message), reward=0.5, done=True)
 
-    client = SimpleNamespace(reset=lambda: result("go"), step=lambda action: result(f"did {action}"), close=lambda: 7)
+    client = SimpleNamespace(
+        reset=lambda seed: result(f"go {seed}"), step=lambda action: result(f"did {action}"), close=lambda: 7
+    )
     environment = importlib.import_module("my_arena").remote(lambda: client, str.upper)
-    assert environment.reset({}) == "go"
+    assert environment.reset({"seed": 3, "answer": ""}) == "go 3"
     assert environment.step("left") == ("did LEFT", 0.5, True)
     assert environment.close() == 7
 

@@ -246,6 +246,14 @@ def test_every_curve_is_drawn_with_its_values() -> None:
             assert lines == [[0.5, 1.5, 2.5]] * len(drawn)
 
 
+def test_each_of_several_rewards_has_a_panel_after_the_reward_that_they_make() -> None:
+    reward = {"batch/reward": 0.5, "reward/brief": 1.0, "reward/brief_std": 0.5, "reward/failed": 0.0}
+    above, below = draw(collect([{"step": 0, **reward, "train/entropy": 0.1}]), "run").axes[:2]
+    assert (above.get_title(loc="left"), below.get_title(loc="left")) == ("Reward", "Reward: brief")
+    assert [list(line.get_ydata()) for line in below.lines] == [[1.0], [0.5]]
+    assert [text.get_text() for text in below.get_legend().get_texts()] == ["mean", "deviation in a group"]
+
+
 def test_empty_panels_are_left_out_and_a_stack_survives_steps_that_generated_nothing() -> None:
     """Steps served from the carried-over surplus have no shares to show."""
     points = collect([{"step": step, "reflection/en": 0.0, "train/entropy": 0.0} for step in range(3)])

@@ -22,10 +22,10 @@ from dapo_runner.config import Config
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.loop import train
 from dapo_runner.rewards.calls import DeadlineError, RewardError, call_within
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.threads import map_in_threads
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 
 IMPORTS = "import asyncio, enum, random, re, sys, threading, time, numpy as np\nfrom dapo_runner.types import Verdict\n"
@@ -144,6 +144,7 @@ FAILURES = {  # what a function does, and what the message has of it
     "return [Verdict(True, value=float('inf'))] * 2": ("ValueError", "inf"),
     "return [True, '1.0']": ("TypeError", "Verdict", "str"),
     "return 'ab'": ("TypeError", "str"),
+    "return {1.0, 2.0}": ("TypeError", "set"),
     "return 1.0": ("TypeError", "float"),
 }
 

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner.config import Config, ConfigError, JudgePrompt, parse
 from dapo_runner.errors import RunError
+from dapo_runner.loop import train
 from dapo_runner.rewards.calls import RewardError
 from dapo_runner.rewards.judge import MAX_CHARACTERS, Judge, Judgement, Question, Questioner, VerdictLog
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.folder import check_same_run, write_config
-from dapo_runner.train import train
 from dapo_runner.types import Completion, Group, Prompt, Verdict
 
 KEY = "JUDGE_KEY_OF_A_TEST"

@@ -166,6 +166,15 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
         assert run["curves"]["train/entropy"] == [[1, 2, 3, 4], [0.5] * 4]
 
 
+def test_runs_without_the_metric_of_the_study_have_a_page(tmp_path: Path, dapo: Dapo) -> None:
+    """cons@k is measured only where a reward extracts answers."""
+    overrides = {"run": {"early_stop": {"metric": "cons@2"}}}
+    for run in planned(tmp_path, overrides=overrides)[1]:
+        finish(run, [0.2, 0.3, 0.5])
+    dapo("study", tmp_path / "study.yaml")
+    assert "| plain | – | – | – | – | 0.500 → 0.500 |" in (tmp_path / "s/study.md").read_text()
+
+
 def test_a_page_is_checked_against_its_values(tmp_path: Path, dapo: Dapo) -> None:
     study, runs = planned(tmp_path)
     for run in runs:
