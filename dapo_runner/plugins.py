@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -22,5 +23,7 @@ def import_function(key: str, use: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: expected module:name, importable from here, got {use!r} ({error})") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: expected a function or class of {module_name}, got {function_name!r}")
+        near = difflib.get_close_matches(function_name, vars(module), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"{key}: expected a function or class of {module_name}, got {function_name!r}{hint}")
     return function

@@ -34,6 +34,7 @@ from dapo_runner.config.training import (
     AdvantageConfig,
     DistillationConfig,
     LoraConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     PreferenceConfig,
