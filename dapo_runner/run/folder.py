@@ -20,6 +20,7 @@ from dapo_runner.config.reading import may_change
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.logging.trackers import STATE_FILE
 from dapo_runner.logging.versions import this_version
 
 CONFIG_FILE = "config.yaml"
@@ -123,10 +124,11 @@ def is_among(key: str, names: Iterable[str]) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
-def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
+def check_same_run(config: AnyConfig, folder: Path, *, clears: bool = False) -> list[Change]:
     """Return the settings that differ from the folder's run. Raises ConfigError if one of them may not change.
 
-    A folder without logged steps holds no run yet: what an earlier attempt wrote there is removed instead.
+    A folder without logged steps holds no run yet. If the caller has locked it and ``clears``, what an earlier attempt
+    with other settings wrote there is removed.
     """
     if not (folder / CONFIG_FILE).is_file():
         return []
@@ -134,13 +136,14 @@ def check_same_run(config: AnyConfig, folder: Path) -> list[Change]:
     changes = changes_between(settings_of(earlier), settings_of(config))
     refused = [str(change) for change in changes if not may_change(change.key, type(config))]
     log = folder / METRICS_FILE
-    if refused and not (log.exists() and log.stat().st_size):
+    has_steps = log.exists() and log.stat().st_size > 0
+    if refused and clears and not has_steps:
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
-        for verdicts in folder.glob("verdicts*.jsonl"):
-            verdicts.unlink()
+        for written in (*folder.glob("verdicts*.jsonl"), *folder.glob(STATE_FILE)):
+            written.unlink()
         if isinstance(earlier, Config) and earlier.run.from_ is not None:
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
-    elif refused:
+    elif refused and has_steps:
         forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"
         fork = forked if find_checkpoints(folder / CHECKPOINTS) else ""
         raise ConfigError(

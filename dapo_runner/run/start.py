@@ -118,7 +118,7 @@ def _start_model(config: Config, start: StartPoint, progress: Progress) -> str |
 
 def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     """Find the checkpoint that a folder's run resumes from. Raises ConfigError, CheckpointError."""
-    changes = check_same_run(config, folder)
+    changes = check_same_run(config, folder, clears=True)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
     forked_at = config.run.forked_at if isinstance(config, Config) else 0
     if checkpoint is None:

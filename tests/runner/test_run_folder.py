@@ -25,6 +25,7 @@ from dapo_runner.config import Config, ConfigError, dump_config, load_config
 from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
+from dapo_runner.logging.trackers import STATE_FILE
 from dapo_runner.logging.versions import this_version
 from dapo_runner.loop import train
 from dapo_runner.run.folder import (
@@ -125,7 +126,11 @@ def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
     folder.mkdir()
     write_config(config_in(tmp_path), folder)
     (folder / METRICS_FILE).touch()
+    (folder / STATE_FILE).touch()
     assert check_same_run(other, folder)
+    assert (folder / STATE_FILE).exists()  # another process may be in its first step here
+    check_same_run(other, folder, clears=True)
+    assert not (folder / STATE_FILE).exists()
     (folder / METRICS_FILE).write_text("{}\n")
     with refused("run.name"):
         check_same_run(other, folder)

@@ -365,6 +365,8 @@ def test_verdicts_of_another_judge_are_not_taken_over(of_here: dict[str, Any], t
     log.add({question: Judgement("5", 0.75)})
     log.open(config.run_dir)
     assert log.get(question) == Judgement("5", 0.75)
-    check_same_run(run_with({**of_here, "template": "{reference}:{response}?"}, tmp_path), config.run_dir)
-    log.open(config.run_dir)
-    assert log.get(question) is None
+    other = run_with({**of_here, "template": "{reference}:{response}?"}, tmp_path)
+    for clears, kept in ((False, Judgement("5", 0.75)), (True, None)):  # a dry run beside the run removes nothing
+        check_same_run(other, config.run_dir, clears=clears)
+        log.open(config.run_dir)
+        assert log.get(question) == kept
