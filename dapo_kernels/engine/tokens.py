@@ -6,6 +6,7 @@ losses from existing log-probs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def loss_of_stats(
     detached = None if log_ratio is None else log_ratio.detach()
     clipped = ratio.clipped_log_ratio(objective, logprobs.detach(), tokens.old_logprobs, detached)
     tokens = times_policy_term(tokens, ratio.sequence_weight(objective, logprobs.detach(), *arguments))
-    clip_hit = None
+    clip_hit, scalars = None, call.scalars
     if objective.clip_cov is not None or objective.ratio == "sequence_clipped":
         clip_hit = select.clip_hits(objective, logprobs.detach(), clipped, tokens.advantages, tokens.live)
     if objective.clip_cov is not None:
@@ -88,7 +89,9 @@ def loss_of_stats(
         inputs = (logprobs.detach(), tokens.advantages, tokens.live, clip_hit, objective.clip_cov, call.generator)
         chosen = select.clip_cov(*inputs)
         tokens = without_policy_term(tokens, chosen if call.group is None else from_first(chosen, call.group))
-    out = token_loss(logprobs, log_ratio, tokens, call.scalars, backend_name)
+    if objective.ratio == "sequence_clipped":  # its log-ratio is a mean of clipped ones: no second clip
+        scalars = scalars._replace(clip_low=1.0, clip_high=math.inf)
+    out = token_loss(logprobs, log_ratio, tokens, scalars, backend_name)
     loss = out.loss
     if objective.kl_cov is not None:
         loss = loss + _covariance_penalty(call, objective.kl_cov, logprobs)

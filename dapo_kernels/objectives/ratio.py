@@ -6,7 +6,7 @@ With δ_t = ℓ_t − ℓ_old,t and n_i live tokens in sequence i (GSPO, eq. 7 a
     sequence          s_i = Σ δ_t / n_i, with gradients through all tokens of i
     sequence_token    value s_i, gradient of the token's own ratio: sg[s_i] + (ℓ_t − sg[ℓ_t])
     sequence_clipped  Σ c_t / n_i, c_t = min(δ_t, log(1 + clip_high)) for A > 0 and max(δ_t, log(1 − clip_low)) for
-                      A < 0 (GMPO): already within the clip range, so that the surrogate clips nothing
+                      A < 0 (GMPO); the surrogate clips nothing more
 """
 
 from __future__ import annotations

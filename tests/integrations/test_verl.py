@@ -199,9 +199,10 @@ def test_masked_tokens_may_hold_anything_and_no_token_gives_zero() -> None:
         assert not any(got.metrics.values())
 
 
-def test_gmpo_is_a_mean_over_responses_that_train() -> None:
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gmpo_is_a_mean_over_responses_that_train(per_token: bool) -> None:
     """verl's counts a row without a token, and as clipped what the sign of the advantage does not let it clip."""
-    batch, config = random_batch(15), actor_config(clip_ratio_low=0.4, clip_ratio_high=0.4)
+    batch, config = random_batch(15, per_token=per_token), actor_config(clip_ratio_low=0.4, clip_ratio_high=0.4)
     weights = (torch.rand(6, 1) + 0.5).expand_as(batch.log_prob)
     expected = run("geo_mean", batch, "token-mean", config, weights)
     got = run("dapo_kernels/gmpo", batch, "seq-mean-token-mean", config, weights)

@@ -212,6 +212,8 @@ def policy_term(x: TokenInputs, t: int, o: Options, log_ratio: Tensor) -> tuple[
     zero, rho, a = torch.zeros_like(logprob), float(ratio.detach()), float(advantage)
     if a == 0.0:
         return zero, ""
+    if o.ratio == "sequence_clipped":  # its tokens are clipped, not their mean
+        return -ratio * advantage, token_clip(logprob.detach() - x.old[t], advantage, o)[1]
     if o.surrogate == "reinforce":
         return -advantage * logprob, ""
     if o.surrogate == "sapo":
@@ -259,8 +261,6 @@ def token_loss(
     """Loss of one live token that trains, the limit it hit, its KL estimate."""
     logprob = x.logprobs[t]
     loss, hit = policy_term(x, t, o, log_ratio)
-    if o.ratio == "sequence_clipped":
-        hit = token_clip(logprob.detach() - x.old[t], x.advantages[t], o)[1]
     loss = loss * weight
     if o.clip_cov is not None and t in selected:
         loss = torch.zeros_like(loss)

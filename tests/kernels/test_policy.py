@@ -126,6 +126,22 @@ def test_all_tokens_of_a_sequence_have_its_ratio(backend: str) -> None:
     assert dict(outs[0].metrics) == dict(outs[1].metrics)
 
 
+@pytest.mark.parametrize(
+    ("deltas", "advantages", "mean"), [((0.0, 2.0), (1.0, -0.5), 1.0), ((-2.0, 0.0), (0.5, -1.0), -1.0)]
+)
+def test_a_mean_of_clipped_ratios_is_not_clipped(
+    backend: str, deltas: Any, advantages: tuple[float, float], mean: float
+) -> None:
+    """With both signs of the advantage in one sequence it may lie outside the bounds of each token."""
+    logprobs, old = (torch.tensor([[end[i] for end in map(apart, deltas)]], requires_grad=i == 0) for i in (0, 1))
+    out = policy_loss(logprobs, old, torch.tensor([advantages]), objective="gmpo")
+    out.loss.backward()
+    expected = -sum(advantages) / 2 * math.exp(mean)
+    assert out.loss.item() == pytest.approx(expected)
+    assert logprobs.grad[0].tolist() == pytest.approx([expected / 2] * 2)
+    assert not any(float(out.metrics[f"clip_{bound}"]) for bound in ("low", "high"))
+
+
 # --- tokens that do not train -----------------------------------------------------------------------------
 
 CHOSEN = torch.tensor([True, False, True])
