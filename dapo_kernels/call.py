@@ -193,10 +193,11 @@ def without_policy_term(tokens: Tokens, selection: Tensor) -> Tokens:
 def _check_combination(
     layout: Layout, objective: Objective, old_logprobs: Tensor | None, ref_logprobs: Tensor | None
 ) -> None:
-    if objective.per_sequence is not None and layout.n_sequences is None:
+    name = objective.per_sequence
+    if name is not None and layout.n_sequences is None:
         raise ValueError(
-            f"{layout.caller}: {objective.per_sequence} works per sequence: pass cu_seqlens (int32 [S+1]) with the "
-            "packed layout"
+            f"{layout.caller}: {name}={getattr(objective, name)!r} works per sequence: pass cu_seqlens (int32 [S+1]) "
+            "with the packed layout"
         )
     if objective.aggregate == "seq-mean-token-sum-norm" and objective.length_norm is None:
         raise ValueError(

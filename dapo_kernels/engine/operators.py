@@ -165,7 +165,7 @@ class Operator:
     def _without_autocast(self, records: Any, first: Tensor) -> Any:
         """Call without autocast: the public function has already applied it to the inputs."""
         device = first.device.type
-        if not torch.is_autocast_enabled(device):
+        if first.is_meta or not torch.is_autocast_enabled(device):
             return self.run(*records)
         with torch.autocast(device, enabled=False):
             return self.run(*records)

@@ -135,7 +135,10 @@ def clip_cov(
     share, low, high = clip_cov
     scores = covariance(logprobs, advantages, live)
     candidates = live & (clip_hit == 0) & (scores > low) & (scores < high)
-    lots = torch.rand(scores.shape, generator=generator, device=scores.device)
+    if generator is None:  # torch.compile refuses generator=None with a dynamic shape
+        lots = torch.rand(scores.shape, device=scores.device)
+    else:
+        lots = torch.rand(scores.shape, generator=generator, device=scores.device)
     return highest(lots, candidates, share_of(live, share, rounding="down"))
 
 

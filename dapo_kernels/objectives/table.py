@@ -212,8 +212,7 @@ class Objective:
     def per_sequence(self) -> str | None:
         """The field, if any, for which the loss needs the boundaries of sequences."""
         fields = ("aggregate", "ratio", *_SEQUENCE_WEIGHTS)
-        named = (name for name in fields if getattr(self, name) != getattr(type(self), name))
-        return next((f"{name}={getattr(self, name)!r}" for name in named), None)
+        return next((name for name in fields if getattr(self, name) != getattr(type(self), name)), None)
 
     @property
     def sequence_weight(self) -> bool:

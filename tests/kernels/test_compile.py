@@ -127,6 +127,20 @@ def test_new_lengths_do_not_compile_each_and_temperatures_may_change() -> None:
         assert compiles <= (2 if temperature == 1.0 else 4)
 
 
+@pytest.mark.parametrize("objective", ["clip_cov", "vespo"])
+def test_new_lengths_and_new_numbers_of_an_objective(objective: str) -> None:
+    fields: dict[str, tuple[float, ...]] = {"clip_cov": (1.0, -0.5), "vespo": (2.0, 3.0, 3.0)}  # a share of 1 draws all
+
+    def loss(logprobs: Tensor, old: Tensor, advantages: Tensor, last: float) -> Tensor:
+        numbers: Any = {objective: (*fields[objective], last)}
+        return policy_loss(logprobs, old, advantages, objective=objective, **numbers).loss
+
+    run = compiled(loss)
+    for n_tokens, last in ((5, 2.0), (7, 2.0), (9, 1.5)):
+        args = (*-torch.rand(2, 2, n_tokens), torch.randn(2, n_tokens), last)
+        torch.testing.assert_close(run(*args), loss(*args), rtol=1e-6, atol=1e-7)
+
+
 def test_the_context_of_another_thread_ends_none_but_itself() -> None:
     """And it ends where it is left, in another ``contextvars.Context`` too, although that is an error."""
 

@@ -157,13 +157,8 @@ def loss_keywords(name: str) -> dict[str, Any]:
     return {"objective": name, **options_of(name, case)}
 
 
-@pytest.fixture
-def meta_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)  # it does not know the meta device
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_public_function_waits(launches: Launches, meta_autocast: None, name: str) -> None:
+def test_no_public_function_waits(launches: Launches, name: str) -> None:
     """Validation, ratios, selections, metrics, both passes. Sums over sequences and batches have one order."""
     with NoWaiting():
         given, tau = loss_keywords(name), {"temperature": empty(T)}
@@ -184,7 +179,17 @@ def test_no_public_function_waits(launches: Launches, meta_autocast: None, name:
     assert in_place == [*one, "row_stats_kernel", "row_grad_kernel"]
 
 
-def test_lists_of_kept_tokens_do_not_wait(meta_autocast: None) -> None:
+def test_tensors_without_values() -> None:
+    """As for torch's own functions: shapes, dtypes and gradients, eagerly and with the backend of any device."""
+    tokens = (empty(T, dtype=torch.int64), empty(T), empty(T))
+    for function, shape in ((dapo_loss, (T, V)), (policy_loss, (T,))):
+        leaf = empty(*shape, grad=True)
+        out = function(leaf, *tokens[shape == (T,) :])
+        out.loss.backward()
+        assert (out.loss.shape, out.logprobs.shape, leaf.grad.shape) == ((), (T,), shape)
+
+
+def test_lists_of_kept_tokens_do_not_wait() -> None:
     ids, old, advantages = empty(T, dtype=torch.int64), empty(T), empty(T)
     lists = SamplingMask(empty(99, dtype=torch.int32), empty(T + 1, dtype=torch.int32))
     how: dict[str, Any] = {"sampling_mask": lists, "entropy_coef": 0.1, "mask": empty(T, dtype=torch.bool)}
