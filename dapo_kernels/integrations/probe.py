@@ -107,12 +107,14 @@ def check_logits(model: Any, hidden: Tensor, logits_of: Callable[[], Tensor], gr
         group = layer.weight.device_mesh.get_group(layer.weight.device_mesh.ndim - 1)
     else:
         ours = _join_columns(ours, group)
-    gain = _REACH / float(ours.abs().max())
+    largest = float(ours.abs().max())
+    # A head of zeros (a new one) has no output to scale: an offset shows a softcap as well.
+    gain, offset = (_REACH / largest, 0.0) if largest != 0 else (1.0, _REACH)
     scaled = []
 
     def scale(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
         scaled.append(output)
-        return output * gain
+        return output * gain + offset
 
     handle = layer.register_forward_hook(scale)
     try:
@@ -123,7 +125,7 @@ def check_logits(model: Any, hidden: Tensor, logits_of: Callable[[], Tensor], gr
         theirs = theirs.full_tensor()
     elif theirs.shape != ours.shape:
         theirs = _join_columns(theirs, group)
-    ours = ours.float() * (gain if scaled else 1.0)
+    ours = ours.float() * gain + offset if scaled else ours.float()
     ours = (ours if rule.softcap is None else rule.softcap * torch.tanh(ours / rule.softcap)) / rule.temperature
     tolerance = max(_tolerance(rounded, 1e-5) for rounded in (hidden, layer.weight)) * ours.abs().max()
     if theirs.shape != ours.shape or not bool((theirs.float() - ours).abs().max() <= tolerance):

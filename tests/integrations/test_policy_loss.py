@@ -220,6 +220,17 @@ def test_a_cap_far_above_the_logits_is_found() -> None:
         PolicyLoss(Capped(network().config).eval())(**padded())
 
 
+def test_a_head_of_zeros() -> None:
+    """As a new one starts. It trains, and a cap above its output is found."""
+    models = network(), Capped(network().config).eval()
+    for model in models:
+        torch.nn.init.zeros_(model.lm_head.weight)
+    out = PolicyLoss(models[0])(**padded())
+    torch.testing.assert_close(out.logprobs[padded()["mask"]].unique(), torch.tensor([-math.log(VOCAB)]))
+    with pytest.raises(ValueError, match="Capped"):
+        PolicyLoss(models[1])(**padded())
+
+
 def test_a_check_that_could_not_run_is_not_reported_as_a_measurement() -> None:
     """Of packed sequences, and of left padding."""
 
