@@ -365,6 +365,13 @@ def add_overlong_punishment(trainer: GRPOTrainer, cache_length: int | None, max_
             f"{name}: overlong_cache_length must be at least 1 and at most overlong_max_length={longest}, got "
             f"{cache_length}"
         )
+    most = trainer.max_completion_length
+    if most is not None and longest - cache_length >= most:
+        raise ValueError(
+            f"{name}: overlong_max_length={longest} must be below max_completion_length + overlong_cache_length = "
+            f"{most + cache_length}: no completion is long enough to be punished. Set max_completion_length={longest}, "
+            "or leave overlong_max_length out"
+        )
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
             f"{name}: overlong_cache_length requires multi_objective_aggregation='sum_then_normalize', got "

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl.trainer.utils import pad
+from trl.trainer.utils import pad, use_adapter
 
 logger = logging.get_logger(__name__)
 
@@ -46,7 +46,7 @@ _COMPLETION = {
     "tool_mask": 1,
 }
 _OF_BATCH = ("num_items_in_batch",)  # counted again
-_OLD = "old_per_token_logps"
+_OLD, _REF = "old_per_token_logps", "ref_per_token_logps"
 
 
 def loss_mask(inputs: dict[str, Any]) -> Tensor:
@@ -201,7 +201,7 @@ class DynamicSampler:
         """Resume from a checkpoint.
 
         Raises:
-            ValueError: the checkpoint is from another number of prompts.
+            ValueError: the checkpoint is from another number of prompts, or holds groups of another size.
         """
         if not (folder / STATE_FILE).exists():
             logger.warning(f"{folder} has no {STATE_FILE}: dynamic sampling starts at the first prompt")
@@ -212,8 +212,13 @@ class DynamicSampler:
                 f"resume_from_checkpoint: {folder} requires a train_dataset of {state['prompts']} prompts, got "
                 f"{self.order.size}"
             )
-        self.order.drawn, self.share = state["drawn"], state["share"]
-        self.surplus = [Group(**group) for group in state["surplus"]]
+        surplus = [Group(**group) for group in state["surplus"]]
+        if surplus and (size := len(surplus[0].rows)) != self.generations:
+            raise ValueError(
+                f"resume_from_checkpoint: {folder} holds groups of {size} completions that have not trained, got "
+                f"num_generations={self.generations}. Set num_generations={size}"
+            )
+        self.order.drawn, self.share, self.surplus = state["drawn"], state["share"], surplus
 
     def _count(self, **more: int) -> None:
         for name, value in more.items():
@@ -242,18 +247,32 @@ class DynamicSampler:
         lowest = rewards.masked_fill(unscorable, math.inf).amin(1)
         tokens = self.trainer.accelerator.gather(loss_mask(output).sum(1)).view(-1, self.generations).sum(1)
         highest = rewards.masked_fill(unscorable, -math.inf).amax(1)
-        varies: list[bool] = ((highest > lowest) & (tokens > 0)).tolist()
+        rounding = torch.isclose(highest, lowest, rtol=1e-6)  # of sums in another order
+        varies: list[bool] = ((highest > lowest) & ~rounding & (tokens > 0)).tolist()
         return varies
 
     def _old_logprobs(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return log-probs of the completions under the current policy, [B, C]. All ranks must call it."""
+        """Return those of the current policy."""
+        return self._logprobs(self.trainer.model, inputs)
+
+    def _reference_logprobs(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return those of TRL's reference: a model, or the policy without its adapter or with its first one."""
+        trainer = self.trainer
+        if trainer.ref_model is not None:
+            return self._logprobs(trainer.ref_model, inputs)
+        adapted = trainer.accelerator.unwrap_model(trainer.model)
+        with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
+            return self._logprobs(trainer.model, inputs)
+
+    def _logprobs(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Return log-probs of the completions under a model, [B, C]. All ranks must call it."""
         ids, mask = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
         )
         trainer, width = self.trainer, inputs["completion_ids"].shape[1]
         with torch.no_grad():
             logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, width, batch_size=trainer.args.per_device_train_batch_size
+                model, ids, mask, width, batch_size=trainer.args.per_device_train_batch_size
             )
         return logprobs
 
@@ -305,17 +324,28 @@ class DynamicSampler:
         rows = [row for group in groups for row in group.rows]
         here = len(rows) // self.ranks
         local = rows[self.rank * here : (self.rank + 1) * here]
-        batch = {name: self._padded(name, [row[name] for row in local]) for name in local[0] if name != _OLD}
+        names = rows[0].keys() - {_OLD, _REF}
+        if differing := {name for row in rows for name in names ^ (row.keys() - {_OLD, _REF})}:
+            raise ValueError(
+                f"{type(trainer).__name__}: only some groups of the batch have {', '.join(sorted(differing))}: those "
+                "carried over come from another use_vllm or rollout_func. Resume with that of the checkpoint"
+            )
+        batch = {name: self._padded(name, [row[name] for row in local]) for name in names}
         batch["num_items_in_batch"] = torch.stack([loss_mask(row).sum() for row in rows]).sum()
         batch = {name: value.to(trainer.accelerator.device) for name, value in batch.items()}
-        has_old = [_OLD in row for row in rows]
-        if all(has_old):
-            batch[_OLD] = self._padded(_OLD, [row[_OLD] for row in local]).to(trainer.accelerator.device)
-        elif any(has_old):  # groups of an earlier policy: then all rows need old log-probs
-            batch[_OLD] = self._old_logprobs(batch)
+        needed = []
+        if any(_OLD in row for row in rows):  # groups of an earlier policy: then all rows need old log-probs
+            needed.append((_OLD, self._old_logprobs))
+        if trainer.beta != 0:  # groups sampled while it was 0 have none
+            needed.append((_REF, self._reference_logprobs))
+        for name, logprobs in needed:
+            if all(name in row for row in rows):
+                batch[name] = self._padded(name, [row[name] for row in local]).to(trainer.accelerator.device)
+                continue
+            batch[name] = logprobs(batch)
             for i, row in enumerate(local):
-                if _OLD in row:
-                    batch[_OLD][i, : len(row[_OLD])] = row[_OLD].to(batch[_OLD])
+                if name in row:
+                    batch[name][i, : len(row[name])] = row[name].to(batch[name])
         return batch
 
     def _padded(self, name: str, values: list[Tensor]) -> Tensor:

@@ -329,6 +329,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a pattern; sett
     ("overlong_max_length", {}, {"overlong_max_length": 5}),
     ("overlong_cache_length", {}, {"overlong_cache_length": 0}),
     ("overlong_cache_length", {}, {"overlong_cache_length": 6, "overlong_max_length": 5}),
+    (
+        "overlong_max_length=20480.*max_completion_length",
+        {},
+        {"overlong_cache_length": 4096, "overlong_max_length": 20480},
+    ),
     ("overlong_cache_length", NORMALIZED, {"overlong_cache_length": 5}),
 ]
 

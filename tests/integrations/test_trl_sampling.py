@@ -15,8 +15,10 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install -c constrai
 import torch
 import trl
 from datasets import Dataset
+from peft import LoraConfig
 from ranks import on_ranks
 from torch import Tensor
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_runs import OFF_POLICY, WIDTH, Kept, Run, load, save_tiny_model, train
 
@@ -197,6 +199,37 @@ def test_surplus_groups_keep_the_policy_that_sampled_them(tmp_path: Path, model:
     assert max(moved) > 1e-3
 
 
+class BetaOfEachStep(TrainerCallback):
+    """A schedule of the KL penalty: off after the first update, on after the second, and so on."""
+
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.beta = 0.1 * (state.global_step % 2 == 0)
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=4, task_type="CAUSAL_LM")], ids=["", "lora"])
+def test_beta_may_change_while_groups_are_carried_over(tmp_path: Path, model: Path, adapter: Any) -> None:
+    """A group has log-probs of the reference exactly when it trains with a penalty."""
+
+    def add_schedule(trainer: Any) -> None:
+        schedule = BetaOfEachStep()
+        schedule.trainer = trainer
+        trainer.add_callback(schedule)
+
+    ledger, given = Ledger(), SAMPLING | {"peft_config": adapter}
+    done = run(model, tmp_path, ledger, max_steps=12, beta=0.1, prepare=add_schedule, trainer_options=given)
+    carried, reference = set(), load(model)
+    for step, batch in enumerate(done.trainer.batches):
+        assert ("ref_per_token_logps" in batch) == (step % 2 == 0)
+        if "old_per_token_logps" in batch:
+            carried.add(step % 2)
+        for i in range(16) if step % 2 == 0 else []:
+            expected = logprobs(reference, batch, i)
+            torch.testing.assert_close(batch["ref_per_token_logps"][i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+    assert carried == {0, 1}
+
+
 SIX_UPDATES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
 
 
@@ -254,7 +287,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert_resumed(torch.load(tmp_path / f"0 {size} {step}.pt"), wholes[size], step)
 
 
-def test_resume(tmp_path: Path, model: Path) -> None:
+def test_resume(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt order, surplus and rate of acceptance are in the checkpoint: the run goes on as if it had not stopped."""
     whole, step = outcome(model, tmp_path), carried_over(tmp_path)
     surplus = torch.load(tmp_path / f"checkpoint-{step}" / STATE_FILE, weights_only=True)["surplus"]
@@ -263,6 +296,14 @@ def test_resume(tmp_path: Path, model: Path) -> None:
     other = SAMPLING | {"train_dataset": prompts(("mixed",), n=30)}
     with pytest.raises(ValueError, match="train_dataset"):
         run(model, tmp_path, Ledger(), **SIX_UPDATES, resume=True, trainer_options=other)
+    with pytest.raises(ValueError, match=r"num_generations=8.*num_generations=4"):
+        outcome(model, tmp_path, step, num_generations=8)
+    engine = Ledger()
+    monkeypatch.setattr(
+        engine, "generate", lambda *given: Ledger.generate(engine, *given) | {"logprobs": [[-3.0] * WIDTH] * 16}
+    )
+    with pytest.raises(ValueError, match=r"sampling_per_token_logps.*use_vllm"):
+        run(model, tmp_path, engine, **SIX_UPDATES, resume=str(tmp_path / f"checkpoint-{step}"))
     for path in tmp_path.glob(f"*/{STATE_FILE}"):
         path.unlink()
     fresh = run(model, tmp_path, Ledger(), **SIX_UPDATES | {"max_steps": 7}, resume=True)
@@ -285,6 +326,15 @@ def test_the_same_bits_where_every_group_varies(tmp_path: Path, model: Path, opt
     assert moved > 1e-3
 
 
+def part(even: float, odd: float) -> Callable[..., list[float]]:
+    """Return a reward by the first token, a part of a sum."""
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [odd if ids[0] % 2 else even for ids in completion_ids]
+
+    return reward
+
+
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
@@ -292,12 +342,14 @@ def test_the_same_bits_where_every_group_varies(tmp_path: Path, model: Path, opt
         (("easy",), {"max_sampling_rounds": 2, "on_sampling_exhausted": "train_partial"}),  # needs one that varies
         (("gaps",), {"max_sampling_rounds": 2}),  # a completion without a score is no variation
         (("easy",), {"max_sampling_rounds": 2, "overlong_cache_length": 8}),  # nor is the length
+        (("easy",), {"max_sampling_rounds": 2, "reward_funcs": (part(0.6, 0.3), part(0.3, 0.6))}),  # nor is rounding
     ],
 )
 def test_the_rounds_are_bounded(tmp_path: Path, model: Path, kinds: tuple[str, ...], options: dict[str, Any]) -> None:
     ledger = Ledger()
+    given = SAMPLING | options | {"reward_funcs": [ledger, *options.get("reward_funcs", ())]}
     with pytest.raises(RuntimeError, match="max_sampling_rounds") as caught:
-        run(model, tmp_path, ledger, kinds=kinds, trainer_options=SAMPLING | options)
+        run(model, tmp_path, ledger, kinds=kinds, trainer_options=given)
     assert re.search(rf"={options['max_sampling_rounds']}\D+0\D+4\b", str(caught.value))
     assert len(ledger.rounds) == options["max_sampling_rounds"]
 
