@@ -139,10 +139,15 @@ def spell(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def as_mappings(raw: Any) -> Any:
+    """Return sections, also inside mappings, as mappings of the keys that were set; any other value unchanged."""
+    if isinstance(raw, BaseModel):
+        return raw.model_dump(exclude_unset=True, by_alias=True)
+    return {key: as_mappings(value) for key, value in raw.items()} if isinstance(raw, Mapping) else raw
+
+
 def lay_over(under: Any, over: Any) -> Any:
-    """Merge two nested mappings, or sections of a configuration, key by key. ``over`` wins where it sets a key."""
-    if isinstance(over, BaseModel):
-        over = over.model_dump(exclude_unset=True, by_alias=True)
+    """Merge two nested mappings key by key. ``over`` wins where it sets a key."""
     if not (isinstance(under, Mapping) and isinstance(over, Mapping)):
         return over
     return {**under, **{key: lay_over(under[key], value) if key in under else value for key, value in over.items()}}

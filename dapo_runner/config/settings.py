@@ -18,7 +18,7 @@ from dapo_runner.config.environment import EnvironmentConfig
 from dapo_runner.config.reward import RULES, RewardConfig
 from dapo_runner.config.rollout import EvaluationConfig, RolloutConfig, SamplerConfig
 from dapo_runner.config.run import RunConfig, TrainingConfig
-from dapo_runner.config.section import Check, MayChange, lay_over, read_key
+from dapo_runner.config.section import Check, MayChange, as_mappings, lay_over, read_key
 from dapo_runner.config.training import (
     COMPARING,
     AdvantageConfig,
@@ -73,7 +73,7 @@ class Config(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _lay_over_algorithm(cls, raw: Any) -> Any:
-        return with_task_reward(with_numerics(with_algorithm(raw)))
+        return with_task_reward(with_numerics(with_algorithm(as_mappings(raw))))
 
     @property
     def responses_per_step(self) -> int:

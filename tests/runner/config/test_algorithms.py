@@ -16,10 +16,12 @@ from dapo_kernels import OBJECTIVES
 from dapo_runner.config import (
     AdvantageConfig,
     Config,
+    CorrectionConfig,
     DataConfig,
     ModelConfig,
     OverlongConfig,
     RewardConfig,
+    RolloutConfig,
     TinyModelConfig,
     apply_overrides,
     dump_config,
@@ -127,6 +129,11 @@ def test_sections_from_python_keep_what_was_set() -> None:
     assert (config.reward.correct, config.reward.incorrect, config.advantage.kind) == (1.0, -0.5, "group_mean")
     assert (config.reward.overlong.cache_length, config.reward.overlong.soft_punishment) == (64, False)
     assert [text.split("=")[0] for text in departures(config)] == ["reward.incorrect"]
+    tiny, tasks = ModelConfig(tiny=TinyModelConfig()), DataConfig(reasoning_gym=[{"name": "gcd"}])
+    assert Config(model=tiny, data=tasks).reward.kind == "reasoning_gym"
+    correction = CorrectionConfig(weights="sequence", bound=5.0)
+    matched = Config(numerics="matched", model=tiny, data=tasks, rollout=RolloutConfig(correction=correction))
+    assert matched.rollout.correction == correction
 
 
 def test_a_run_logs_its_algorithm_and_stays_that_run(tmp_path: Path, dapo: Dapo) -> None:
