@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -15,6 +14,7 @@ from dapo_runner.commands.train import check_start
 from dapo_runner.config import SftConfig, apply_overrides, parse, read_recipe
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.policy.lengths import is_local
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.tools.sft.data import load_examples
 from dapo_runner.tools.sft.run import plan_updates, sft
@@ -42,7 +42,7 @@ def _summary(recipe: SftConfig) -> dict[str, str]:
         "data": str(recipe.data.path),
         "update": f"{optimizer.mini_batch_size} examples, lr {optimizer.lr:g}, {optimizer.schedule}",
     }
-    if Path(path).is_dir():
+    if is_local(path, "tokenizer_config.json"):
         examples = load_examples(recipe, load_tokenizer(path, recipe.model))
         rows["data"] += f": {examples.report.describe('examples')}"
         rows["updates"] = f"{plan_updates(recipe, examples).run.steps}, {recipe.run.epochs:g} epochs"

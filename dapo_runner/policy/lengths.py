@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,15 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
 
 def is_local(path: str | Path, file: str) -> bool:
     """Return whether a model is a folder, or its ``file`` is in the cache of the hub."""
-    return Path(path).is_dir() or isinstance(try_to_load_from_cache(str(path), file), str)
+    return Path(path).is_dir() or local_file(path, file) is not None
+
+
+def local_file(path: str | Path, file: str) -> Path | None:
+    """Return a file of a model's folder, or of a model of the hub in the cache; None if it is not on this machine."""
+    with suppress(ValueError):  # for a name that the hub cannot have
+        found = Path(path) / file if Path(path).is_dir() else try_to_load_from_cache(str(path), file)
+        return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None
+    return None
 
 
 def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, **options: Any) -> Any:

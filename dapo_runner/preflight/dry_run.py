@@ -81,7 +81,7 @@ def _differences(actual: Mapping[str, Any], expected: Mapping[str, Any], name: s
 def _memory(config: Config) -> dict[str, str]:
     shape = model_shape(config.model)
     if shape is None:
-        return {"memory": f"unknown: {config.model.path} is not on this machine"}
+        return {"memory": f"unknown: {config.model.path} is not on this machine, or has no sizes of a known kind"}
     estimate, host = memory_estimate(config, shape), host_estimate(config, shape)
     lora, peaks = config.model.lora, memory.phase_estimate(config, estimate)
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
@@ -89,6 +89,7 @@ def _memory(config: Config) -> dict[str, str]:
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
         "memory": f"about {gib(sum(estimate.values()))} per GPU, or in one process on a CPU",
         **{f"  {what}": gib(size) for what, size in estimate.items()},
+        **{f"  {path}": "unknown, not counted" for path in memory.uncounted(config)},
         **{
             f"80 GB, {phase}": f"{gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
             for phase, n in peaks.items()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.config.run import is_cuda
 from dapo_runner.engines.engine import engine_class
+from dapo_runner.policy.lengths import local_file
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # at least the vocabulary of the tiny model
@@ -22,8 +22,11 @@ BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # i
 FLOAT32 = 4  # bytes per value of master weights, gradients and AdamW moments
 GPU_MEMORY = int(79.1 * 2**30)  # bytes that torch reports for an A100 or H100 of 80 GB
 ENGINE, ASLEEP = "engine's weights", "weights of the sleeping engine"
+JUDGE = "judge's weights"  # on the GPU only while it judges
 _SIZES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
+_NEEDED = {"num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Models of the recipes, for estimates without a download: the sizes in their published config.json.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B": dict(zip(_SIZES, ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), strict=True)),
@@ -33,12 +36,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 class ModelShape(NamedTuple):
-    """The sizes of a decoder with gated MLP and rotary attention."""
+    """The sizes of a decoder with gated MLP and rotary attention, also of a mixture of experts."""
 
     layers: int
     hidden: int
-    intermediate: int
     vocabulary: int
+    intermediate: int  # of all experts together
+    active: int  # of the experts of a token
     attention: int  # heads × head dimension
     key_value: int  # key/value heads × head dimension
     tied: bool
@@ -58,22 +62,27 @@ class ModelShape(NamedTuple):
         return self.layers * self.block + self.head * (1 if self.tied else 2) + self.hidden
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Return the number of parameters of adapters on every linear layer but the head."""
-        widths = 4 * self.hidden + 2 * (self.attention + self.key_value) + 3 * (self.hidden + self.intermediate)
-        return self.layers * lora.rank * widths
+        """Return the number of parameters of adapters."""
+        sides = {"q": self.attention, "o": self.attention, "k": self.key_value, "v": self.key_value}
+        sides |= dict.fromkeys(("gate", "up", "down"), self.intermediate)
+        names = [f"{name}_proj" for name in sides] if lora.targets == "all-linear" else lora.targets
+        widths = (self.hidden + side for name, side in sides.items() if f"{name}_proj" in names)
+        return self.layers * lora.rank * sum(widths)
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:
-    """Return the sizes of a model on this machine or of a recipe; None for an unknown model."""
-    values = model_values(model)
-    if values is None:
+    """Return the sizes of a model on this machine or of a recipe; None if they are unknown."""
+    values = model_values(model) or {}
+    experts = next((values[name] for name in _EXPERTS if values.get(name)), 0)
+    width = (values.get("moe_intermediate_size") if experts else None) or values.get("intermediate_size")
+    if width is None or not values.keys() >= _NEEDED:
         return None
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = values.get("head_dim") or hidden // heads
-    key_value = (values.get("num_key_value_heads") or heads) * head_dim
+    mlps = (experts * width, values.get("num_experts_per_tok", 1) * width) if experts else (width, width)
+    attention = (heads * head_dim, (values.get("num_key_value_heads") or heads) * head_dim)
     tied = bool(values.get("tie_word_embeddings", False))
-    sizes = (values["num_hidden_layers"], hidden, values["intermediate_size"], values["vocab_size"])
-    return ModelShape(*sizes, heads * head_dim, key_value, tied)
+    return ModelShape(values["num_hidden_layers"], hidden, values["vocab_size"], *mlps, *attention, tied)
 
 
 def model_values(model: ModelConfig) -> dict[str, Any] | None:
@@ -81,8 +90,8 @@ def model_values(model: ModelConfig) -> dict[str, Any] | None:
     if model.tiny is not None:
         values = dict(model.tiny, num_hidden_layers=model.tiny.layers, num_attention_heads=model.tiny.heads)
         return values | {"vocab_size": TINY_VOCABULARY, "tie_word_embeddings": True}
-    path = Path(model.path or "") / "config.json"
-    if not path.is_file():
+    path = local_file(model.path or "", "config.json")
+    if path is None:
         return PUBLISHED.get(model.path or "")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found | found.get("text_config", {})
@@ -110,6 +119,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "activations of a micro-batch": positions * _activations(config, shape) * size,
         "logits of a chunk": min(chunk, positions * shape.vocabulary * (FLOAT32 if wide else size)),
         "reference weights": reference * size / shards if config.uses_reference and not is_own_reference else 0,
+        JUDGE: _judge(config),
         CRITIC: states.get(CRITIC, 0) + (_critic_parameters(config, shape) * size if has_masters else 0),
     }
     if config.rollout.engine_spec.is_remote:
@@ -120,8 +130,8 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Return the bytes by purpose that are offloaded from a GPU to the host."""
-    size = BYTES[config.model.dtype]
+    """Return the bytes by purpose that the GPUs of a machine offload to the host."""
+    size, ranks = BYTES[config.model.dtype], min(config.parallel.gpus, GPUS_OF_A_MACHINE)
     if not _on_gpus(config):
         return {}
     terms = _states(config, shape) if config.optimizer.offload else {}
@@ -129,8 +139,9 @@ def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         positions = config.optimizer.token_budget // config.parallel.sequence
         terms["layer inputs"] = positions * shape.layers * shape.hidden * size
     if engine_class(config).takes_adapters(config) and config.rollout.vllm.sleep:
-        terms[ASLEEP] = shape.parameters * size
-    return {what: math.ceil(amount) for what, amount in terms.items() if amount}
+        terms[ASLEEP] = shape.parameters * size / config.parallel.rollout_tensor
+    terms[JUDGE] = _judge(config)
+    return {what: math.ceil(ranks * amount) for what, amount in terms.items() if amount}
 
 
 def too_large_for_host(size: int) -> str | None:
@@ -143,8 +154,8 @@ def phase_estimate(config: Config, estimate: dict[str, int]) -> dict[str, int]:
     """Return the bytes per GPU while the policy trains and while the engine samples; nothing on a CPU."""
     if not _on_gpus(config):
         return {}
-    trains = sum(size for what, size in estimate.items() if not what.startswith((ENGINE, "KV cache")))
-    held = sum(estimate.get(what, 0) for what in ("weights", "float32 masters", "AdamW moments", *BESIDE))
+    trains = sum(size for what, size in estimate.items() if not what.startswith((ENGINE, "KV cache", JUDGE)))
+    held = sum(estimate.get(what, 0) for what in ("weights", "float32 masters", "AdamW moments", JUDGE, *BESIDE))
     generating, waiting = engine_memory(config, estimate)
     return {"update": trains + waiting, "rollout": held + generating}
 
@@ -183,7 +194,7 @@ def _activations(config: Config, shape: ModelShape) -> int:
     """Return the values per position kept for the backward pass: per layer about 8 × hidden and 4 × MLP width. With
     checkpointing: each layer's input, and all values of one layer.
     """
-    layer, way = 8 * shape.hidden + 4 * shape.intermediate, config.model.gradient_checkpointing
+    layer, way = 8 * shape.hidden + 4 * shape.active, config.model.gradient_checkpointing
     inputs = 0 if way == "offload" and _on_gpus(config) else shape.layers * shape.hidden
     return inputs + layer if way else shape.layers * layer
 
@@ -192,6 +203,21 @@ def _critic_parameters(config: Config, policy: ModelShape) -> int:
     """Return the parameters of a separate critic. Its gradients and activations reuse the policy's memory."""
     critic = config.critic
     return 0 if critic is None or critic.share_trunk else _parameters_of(critic.path, policy)
+
+
+def uncounted(config: Config) -> list[str]:
+    """Return the models beside the policy whose sizes are unknown here."""
+    critic, judge = config.critic, config.reward.judge
+    paths = [config.reference_path if config.uses_reference else None, critic.path if critic is not None else None]
+    paths += [judge.model] if judge is not None and judge.url is None else []
+    return [path for path in paths if path is not None and model_shape(ModelConfig(path=path)) is None]
+
+
+def _judge(config: Config) -> int:
+    """Return the bytes of a judge in this process. It is bfloat16 on a GPU, float32 on a CPU."""
+    judge = config.reward.judge
+    shape = None if judge is None or judge.url is not None else model_shape(ModelConfig(path=judge.model))
+    return 0 if shape is None else shape.parameters * (2 if _on_gpus(config) else 4)
 
 
 def _parameters_of(path: str | None, policy: ModelShape) -> int:

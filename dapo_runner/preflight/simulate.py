@@ -160,9 +160,9 @@ def _pretended_ranks(config: Config) -> Iterator[World]:
 def _model_folder(config: Config) -> Iterator[Path]:
     """Make a folder with the model's config.json and no weights."""
     values = model_values(config.model)
-    if values is None or config.model.path is None:
+    if values is None or model_shape(config.model) is None or config.model.path is None:
         raise ConfigError(
-            f"model.path: expected a folder with a config.json or one of {', '.join(PUBLISHED)}, got "
+            f"model.path: expected a folder with the config.json of a decoder or one of {', '.join(PUBLISHED)}, got "
             f"{config.model.path!r}; --simulate downloads nothing"
         )
     with tempfile.TemporaryDirectory() as name:

@@ -14,12 +14,25 @@ import yaml
 from builders import make_config
 from refusals import refused
 
-from dapo_runner.config import Config, SftConfig, TreeShape, apply_overrides, cautions, dump_config, load_config, parse
+from dapo_runner.config import (
+    Config,
+    JudgeConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    SftConfig,
+    TreeShape,
+    apply_overrides,
+    cautions,
+    dump_config,
+    load_config,
+    parse,
+)
 from dapo_runner.config.reading import every_key, may_change, section_of
 from dapo_runner.config.section import Section, conditions_of
 from dapo_runner.errors import ConfigError
 from dapo_runner.preflight.dry_run import summarize
-from dapo_runner.preflight.memory import ModelShape, memory_estimate, model_shape
+from dapo_runner.preflight.memory import ModelShape, host_estimate, memory_estimate, model_shape, phase_estimate
 from dapo_runner.run.folder import is_among
 from docs.settings_reference import COMMANDS, page
 
@@ -164,6 +177,44 @@ def test_the_summary_counts_and_knows_the_size_of_a_real_model(tmp_path: Path) -
     assert isinstance(shape, ModelShape)
     assert shape.parameters == 134_515_008  # of SmolLM2-135M, as published
     assert memory_estimate(local, shape)["weights"] == 2 * 134_515_008
+    lora = LoraConfig(targets=["q_proj", "v_proj"], rank=8)
+    assert shape.adapter_parameters(lora) == 30 * 8 * ((576 + 576) + (576 + 192))
+    (tmp_path / "config.json").write_text(json.dumps({"n_embd": 768, "n_layer": 12, "vocab_size": 50257}))
+    assert model_shape(local.model) is None  # GPT-2
+    assert "unknown" in summarize(local)["memory"]
+
+
+def test_memory_counts_experts(tmp_path: Path) -> None:
+    """Of all experts for the weights, of those that a token uses for the activations."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936, "intermediate_size": 6144}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | heads | experts))
+    shape = model_shape(ModelConfig(path=str(tmp_path)))
+    assert isinstance(shape, ModelShape)
+    assert shape.parameters == pytest.approx(30_532_122_624, rel=0.002)  # of Qwen3-30B-A3B, as published
+    assert (shape.intermediate, shape.active) == (128 * 768, 8 * 768)
+
+
+def test_memory_of_a_judge_and_of_a_machine(tmp_path: Path) -> None:
+    """A sleeping engine and a judge move to the host, on each of the machine's GPUs. An unknown model is named."""
+    judge = {"kind": "judge", "judge": {"model": "Qwen/Qwen2.5-7B"}}
+    policy = {"tiny": None, "path": "Qwen/Qwen3-8B-Base", "lora": {}}
+    rollout = {"engine": "vllm", "vllm": {"sleep": True}}
+    config = make_config(model=policy, reward=judge, rollout=rollout, run={"device": "cuda"}, parallel={"gpus": 2})
+    shape, judged = model_shape(config.model), model_shape(ModelConfig(path="Qwen/Qwen2.5-7B"))
+    assert shape is not None
+    assert judged is not None
+    estimate = memory_estimate(config, shape)
+    assert estimate["judge's weights"] == 2 * judged.parameters
+    phases = [phase_estimate(config, part) for part in (estimate, estimate | {"judge's weights": 0})]
+    assert [
+        with_judge - without for with_judge, without in zip(*(phase.values() for phase in phases), strict=True)
+    ] == [*(0, 2 * judged.parameters)]
+    on_host = {"weights of the sleeping engine": 4 * shape.parameters, "judge's weights": 4 * judged.parameters}
+    assert host_estimate(config, shape) == on_host
+    other = config.model_copy(update={"reward": RewardConfig(kind="judge", judge=JudgeConfig(model="own/judge"))})
+    assert summarize(other)["  own/judge"] == "unknown, not counted"
 
 
 def test_memory_counts_a_critic_and_a_reference() -> None:
