@@ -58,7 +58,7 @@ command(
     "sft",
     "supervised training on examples or on verdicts of a judge",
     argument("config", help="a YAML file: docs/sft.md"),
-    DRY_RUN,
+    argument("--dry-run", action="store_true", help="read the data, print a summary and the preflight checks"),
     takes="CONFIG",
 )
 command(

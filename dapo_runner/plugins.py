@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from dapo_runner.errors import ConfigError
 def import_function(key: str, use: str) -> Callable[..., Any]:
     """Return the function or class that ``use`` names. Raises ConfigError that names the setting ``key``."""
     module_name, _, function_name = use.partition(":")
+    if not re.match(r"\w", module_name):  # a relative import has no package here
+        raise ConfigError(f"{key}: expected module:name, got {use!r}")
     if str(Path.cwd()) not in sys.path:  # a console script does not search the working directory
         sys.path.append(str(Path.cwd()))
     try:

@@ -66,7 +66,9 @@ def examine() -> list[Finding]:
     backends = available_backends().items()
     return [
         Finding("python", platform.python_version()),
-        Finding("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {vectors}"),
+        Finding(
+            "cpu", f"{len(os.sched_getaffinity(0))} cores, torch uses {torch.get_num_threads()} threads; {vectors}"
+        ),
         Finding("torch", torch.__version__),
         _cuda(),
         *(Finding(f"backend {name}", f"can{'not' * bool(problem)} run", problem or "") for name, problem in backends),

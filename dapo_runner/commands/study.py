@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         changes = check_page(study, options.check)
         print("\n".join(changes) or f"{options.check.with_suffix('.md')}: the same page follows from {options.check}")
         return 1 if changes else 0
-    jobs = (os.cpu_count() or 1) // study.threads or 1 if options.jobs is None else options.jobs
+    jobs = max(1, len(os.sched_getaffinity(0)) // study.threads) if options.jobs is None else options.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
     neighbor = path.parent / study.base

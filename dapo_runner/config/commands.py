@@ -13,6 +13,7 @@ from dapo_runner.config.reward import AuxiliaryModel, JudgePrompt
 from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
 from dapo_runner.config.section import (
     Check,
+    Folder,
     MayChange,
     Name,
     NonNegativeInt,
@@ -105,7 +106,7 @@ class StudyConfig(Section):
     title: str = "Study"  # of its page
     about: str = ""  # a paragraph under the title
     base: str  # a YAML file, beside the study's own, or the name of a recipe
-    output_dir: Path = Path("studies")  # the study lives in output_dir/name
+    output_dir: Folder = Path("studies")  # the study lives in output_dir/name
     runs: Name | None = None  # another study whose runs to use instead of training again
     seeds: list[NonNegativeInt] = Field(min_length=1)  # one run per variant and seed
     overrides: dict[str, Plain] = {}  # applied to the base, for every variant

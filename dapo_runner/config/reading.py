@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dapo_kernels.objectives import FIELDS
-from dapo_runner.config.section import MAY_CHANGE, Section, problems_of, set_key
+from dapo_runner.config.section import MAY_CHANGE, Section, Unquoted, problems_of, set_key
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig
 from dapo_runner.errors import ConfigError
@@ -37,6 +37,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return node.value if node.style else Unquoted(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 _KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]

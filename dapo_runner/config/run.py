@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from pydantic import ConfigDict, Field
 
-from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import Check, Folder, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
 
 
@@ -33,7 +33,7 @@ class JobConfig(Section):
     """The settings that `dapo train` and `dapo sft` share."""
 
     name: MayChange[str] = "dapo"  # name of the run's folder
-    output_dir: MayChange[Path] = Path("runs")  # the run lives in output_dir/name
+    output_dir: MayChange[Folder] = Path("runs")  # the run lives in output_dir/name
     seed: NonNegativeInt = 0  # seed of all random numbers
     eval_every: MayChange[NonNegativeInt] = 5  # steps; 0: only before the first and after the last step
     save_every: MayChange[NonNegativeInt] = 5  # steps; 0: only after the last step

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dapo_runner.errors import ConfigError
 
@@ -22,14 +23,19 @@ def _read_number(value: Any) -> Any:
     return value
 
 
+class Unquoted(str):
+    """A text of YAML without quotes, which may stand for a number or a switch."""
+
+
 def read_plain(value: Any) -> Any:
-    """Return the number, boolean or text that a YAML text stands for, also inside a list or a mapping."""
+    """Return the number, boolean or text that an unquoted text stands for, also inside a list or a mapping."""
     if isinstance(value, Mapping):
         return {key: read_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return tuple(map(read_plain, value))
-    number = _read_number(value)
-    return SWITCHES.get(number.lower(), number) if isinstance(number, str) else number
+    if not isinstance(value, Unquoted):
+        return value
+    return number if not isinstance(number := _read_number(value), str) else SWITCHES.get(value.lower(), str(value))
 
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -41,6 +47,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # it is used in metric and file names
 MAY_CHANGE = "may change when a run resumes"
 MayChange = Annotated[T, MAY_CHANGE]  # for a setting or a whole section

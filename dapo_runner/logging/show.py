@@ -29,7 +29,7 @@ def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
     path, kind = run / METRICS_FILE, "step" if what == ROLLOUTS else "eval"
     is_logged = path.is_file() and any(event["kind"] == kind for event in read_jsonl(path))
     unfinished = f"No {kind} of {run} has finished." if run.is_dir() else "There is no such folder."
-    untrained = f"No group was trained on, or logging.rollouts.groups is 0. `dapo eval {run} --show 8` shows responses."
+    untrained = "No group was trained on, logging.rollouts.groups is 0, or it is a run of dapo sft."
     advice = untrained if is_logged else unfinished
     raise ConfigError(f"{run / what}: expected the {what} of a run, found none. {advice}")
 
@@ -57,7 +57,10 @@ def page(saved: SavedStep, console: Console) -> None:
     while 1 <= current <= last:
         console.print(render_group(saved.groups[current - 1], saved), soft_wrap=not console.is_terminal)
         prompt = f"[dim]group {current} of {last}   {KEYS} [/dim]"
-        answer = console.input(prompt).strip().lower() if console.is_terminal else ""
+        try:
+            answer = console.input(prompt).strip().lower() if console.is_terminal else ""
+        except EOFError:  # Ctrl-D
+            return
         if answer == "q":
             return
         if answer.isdecimal():

@@ -9,24 +9,32 @@ from typing import Any
 import torch
 
 from dapo_runner.policy.model import Policy
+from dapo_runner.policy.routing import N_EXPERTS
 from dapo_runner.types import TrainingSequence
 
 # Dense bfloat16 FLOPS from the vendors' data sheets, by a part of the device's name.
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
+PEAKS = {"B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
+PEAKS |= {"A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
 SHOWN = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
 
 
 def training_flops(model: Any, lengths: Iterable[int]) -> float:
-    """Return the FLOPs of forward and backward passes over sequences of L tokens: 6·L per parameter but embeddings, and
-    per layer 6·L²·(heads·head_dim) for causal attention. Recomputation does not count.
+    """Return the FLOPs of forward and backward passes over sequences of L tokens: 6·L per parameter but embeddings (4·L
+    if it is frozen, and only the experts of a token), and per layer 6·L²·(heads·head_dim) for causal attention.
+    Recomputation does not count.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        parameters -= model.get_input_embeddings().weight.numel()
-    return sum(6.0 * parameters * n + 6.0 * config.num_hidden_layers * width * n**2 for n in lengths)
+    n_experts = next((count for name in N_EXPERTS if (count := getattr(config, name, 0))), 0)
+    used = getattr(config, "num_experts_per_tok", n_experts) / n_experts if n_experts else 1.0
+    embeddings = model.get_input_embeddings().weight
+    per_token = sum(
+        (6 if weight.requires_grad else 4) * weight.numel() * (used if ".experts." in name else 1.0)
+        for name, weight in model.named_parameters()
+        if weight is not embeddings or weight is model.get_output_embeddings().weight
+    )
+    return sum(per_token * n + 6.0 * config.num_hidden_layers * width * n**2 for n in lengths)
 
 
 def speed_metrics(

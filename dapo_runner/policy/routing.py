@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from dapo_runner.config import ConfigError
 
+N_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configurations
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
 

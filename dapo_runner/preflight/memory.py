@@ -12,6 +12,7 @@ from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.config.run import is_cuda
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.policy.lengths import local_file
+from dapo_runner.policy.routing import N_EXPERTS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # at least the vocabulary of the tiny model
@@ -26,7 +27,6 @@ JUDGE = "judge's weights"  # on the GPU only while it judges
 _SIZES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
 _NEEDED = {"num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Models of the recipes, for estimates without a download: the sizes in their published config.json.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-7B": dict(zip(_SIZES, ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), strict=True)),
@@ -73,7 +73,7 @@ class ModelShape(NamedTuple):
 def model_shape(model: ModelConfig) -> ModelShape | None:
     """Return the sizes of a model on this machine or of a recipe; None if they are unknown."""
     values = model_values(model) or {}
-    experts = next((values[name] for name in _EXPERTS if values.get(name)), 0)
+    experts = next((values[name] for name in N_EXPERTS if values.get(name)), 0)
     width = (values.get("moe_intermediate_size") if experts else None) or values.get("intermediate_size")
     if width is None or not values.keys() >= _NEEDED:
         return None

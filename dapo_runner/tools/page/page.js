@@ -81,7 +81,7 @@ function smooth(values, share) {
 }
 
 function isZero(run, curve) {
-  return (find(data.runs[run].curves, curve.key)?.points[1] ?? []).every((value) => !value);
+  return (find(data.runs[run].curves, curve.key)?.points[1] ?? []).every((value) => value === 0);
 }
 
 /** Of one run a chart for each panel, of several runs a chart for each curve. What is 0 in all of them is only named. */
@@ -315,6 +315,9 @@ async function fill(column, run, leader) {
   where.append(make("span", "note", `${groups.length} of ${header.groups} groups saved, ${found.length} pass the filters`));
   if (!found.length) return null;
   const group = found.find((group) => group.group === place.group) ?? found[0];
+  if (same && group.group !== same.group) {
+    column.append(make("p", "note", "the filters leave out the group of this prompt; another one:"));
+  }
   const title = (number) => {
     const { samples } = groups[number - 1];
     return `group ${number}: ${count(samples, SAMPLE_FILTERS.correct)} of ${samples.length} correct`;
@@ -471,10 +474,12 @@ async function poll() {
     const response = await fetch("data", { headers: { "If-None-Match": data.version } });
     if (response.status === 200) {
       data = await response.json();
+      files.clear(); // a run that resumed may have written a step again
       drawHeader();
       drawCurves();
       // Who reads an earlier step goes on reading; the newest one gives way to the next.
-      if (places.some((place) => place.step === null)) drawRollouts();
+      const leading = setting("same") ? [...shown].slice(0, 1) : [...shown];
+      if (leading.some((run) => places[run].step === null)) drawRollouts();
     }
     status.textContent = "live";
   } catch {

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from builders import make_group, make_prompt, make_sample, make_sequence
+from experts import small_experts
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -127,6 +128,17 @@ def test_the_flops_of_a_step_are_those_of_its_products() -> None:
     products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
     assert training_flops(model, [128]) - 6 * 3 * 64 * 128**2 == pytest.approx(products, rel=0.01)
     assert training_flops(model, [128, 128]) == 2 * training_flops(model, [128])
+
+
+def test_the_flops_of_frozen_weights_and_of_experts_that_are_not_used() -> None:
+    model = small_experts()
+    config, whole = model.config, training_flops(model, [1])
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    config.num_experts_per_tok //= 2
+    assert whole - training_flops(model, [1]) == 6 * experts * config.num_experts_per_tok / config.num_experts
+    frozen = model.get_output_embeddings().weight.requires_grad_(False)
+    config.num_experts_per_tok *= 2
+    assert whole - training_flops(model, [1]) == 2 * frozen.numel()
 
 
 def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
