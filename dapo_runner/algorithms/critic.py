@@ -45,14 +45,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
 
 class Critic:
-    """A model with a value head and its own optimizer, or, if ``shared``, a value head on the policy."""
+    """A model with a value head and its own optimizer."""
 
     def __init__(self, model: Policy, config: Config) -> None:
         assert config.critic is not None
         self.model, self.config, self.settings = model, config, config.critic
-        self.world, self.shared = model.world, config.critic.share_trunk
-        self.trained = None if self.shared else TrainedModel(model, config, "critic.")
-        self._losses: list[ValueLoss] = []  # of the micro-batches since ``metrics``, detached
+        self.world, self.trained = model.world, TrainedModel(model, config, "critic.")
 
     @property
     def head(self) -> ValueHead:
@@ -71,23 +69,18 @@ class Critic:
     def _local_values(self, batch: PackedBatch) -> Tensor:
         return self.head(self.model.hidden_states(batch))
 
-    def loss(self, hidden: Tensor, batch: PackedBatch, mini: MiniBatch) -> Tensor:
-        """Return the loss of this rank's positions. FSDP2 averages over ranks; the denominator turns it into a sum."""
-        assert batch.values is not None
-        assert batch.returns is not None
-        group = self.world.sequence_group
-        old_values, returns, mask = (
-            shard_positions(tensor, group).to(hidden.device) for tensor in (batch.values, batch.returns, batch.mask)
-        )
-        out = value_loss(self.head(hidden), old_values, returns, mask, self.settings.clip)
-        self._losses.append(ValueLoss(out.loss.detach(), out.clipped))
-        return out.loss * (self.world.size / mini.n_tokens * mini.loss_scale)
-
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError."""
-        assert self.trained is not None
         rate = learning_rate(self.config, step) * self.settings.lr / self.config.optimizer.lr
-        self.trained.accumulate_gradients(mini, partial(self._compute_loss, mini))
+        losses: list[ValueLoss] = []
+
+        def compute_loss(index: int) -> Tensor:
+            out = self.model.run(partial(self._loss, mini.micro_batches[index]))
+            losses.append(ValueLoss(out.loss.detach(), out.clipped))
+            # FSDP2 averages over ranks; the denominator turns the mean into a sum.
+            return out.loss * (self.world.size / mini.n_tokens * mini.loss_scale)
+
+        self.trained.accumulate_gradients(mini, compute_loss)
         norm = float(self.trained.clip_gradients())
         if not math.isfinite(norm) and mini.loss_scale <= 1:
             raise NonFiniteUpdateError(
@@ -95,15 +88,17 @@ class Critic:
                 "before this update. Try a lower critic.lr"
             )
         scale = {SCALE_METRICS[name]: value for name, value in self.trained.step(rate).items()}
-        return {**self.metrics(mini), "value_grad_norm": norm, "value_lr": rate, **scale}
-
-    def _compute_loss(self, mini: MiniBatch, index: int) -> Tensor:
-        batch = mini.micro_batches[index]
-        return self.model.run(lambda: self.loss(self.model.hidden_states(batch), batch, mini))
-
-    def metrics(self, mini: MiniBatch) -> dict[str, float]:
-        """Return the means over the tokens of the last mini-batch, over all ranks. Collective."""
-        local = [float(sum(column)) for column in zip(*self._losses, strict=True)] or [0.0, 0.0]
-        self._losses = []
+        local = [float(sum(column)) for column in zip(*losses, strict=True)]
         loss, clipped = (sum(column) for column in zip(*self.world.all_gather_object(local), strict=True))
-        return {"value_loss": loss / mini.n_tokens, "value_clip": clipped / mini.n_tokens}
+        means = {"value_loss": loss / mini.n_tokens, "value_clip": clipped / mini.n_tokens}
+        return {**means, "value_grad_norm": norm, "value_lr": rate, **scale}
+
+    def _loss(self, batch: PackedBatch) -> ValueLoss:
+        """Return the loss of this rank's positions."""
+        assert batch.values is not None
+        assert batch.returns is not None
+        values, group = self._local_values(batch), self.world.sequence_group
+        old_values, returns, mask = (
+            shard_positions(tensor, group).to(values.device) for tensor in (batch.values, batch.returns, batch.mask)
+        )
+        return value_loss(values, old_values, returns, mask, self.settings.clip)

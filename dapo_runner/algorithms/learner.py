@@ -51,17 +51,15 @@ class Learner:
         critic_model: Policy | None = None,
         clock: StepClock | None = None,
     ) -> None:
-        """Make a policy with adapters its own reference, with the adapters switched off. If policy and critic share a
-        trunk, ``critic_model`` is the policy. Raises ConfigError.
-        """
+        """Make a policy with adapters its own reference, with the adapters switched off. Raises ConfigError."""
         key = "loss.reference" if config.distillation is None else "distillation.teacher"
         for name, other in ((key, reference), ("critic.path", critic_model)):
-            if other not in (None, policy) and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            if other is not None and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
                 raise ConfigError(f"{name}: requires a model with the policy's tokenizer, got another vocabulary")
         self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world
         self.clock = StepClock() if clock is None else clock
-        self.critic = critic = None if critic_model is None else Critic(critic_model, config)
-        temperature, shared = config.rollout.temperature, critic if critic is not None and critic.shared else None
+        self.critic = None if critic_model is None else Critic(critic_model, config)
+        temperature = config.rollout.temperature
         self.loss: Loss
         if config.distillation is not None:
             assert reference is not None
@@ -69,7 +67,7 @@ class Learner:
         elif config.preference is not None:
             self.loss = PreferenceLoss(config.preference, temperature)
         else:
-            self.loss = PolicyLoss(config.objective, temperature, shared)
+            self.loss = PolicyLoss(config.objective, temperature)
         self.token_values: dict[int, TokenValues] = {}
         self.estimates: dict[str, float] = {}  # metrics of the step
         self.trained = TrainedModel(policy, config)
@@ -81,7 +79,7 @@ class Learner:
 
     def parts(self) -> list[MasterWeights]:
         """Return the weights, with their optimizer state, that a checkpoint saves."""
-        critic = None if self.critic is None or self.critic.trained is None else self.critic.trained.master
+        critic = None if self.critic is None else self.critic.trained.master
         return [weights for weights in (self.master, self.moving, critic) if weights is not None]
 
     def scalers(self) -> list[torch.amp.GradScaler]:
@@ -201,8 +199,6 @@ class Learner:
         critic = self.critic
         if critic is None:
             return self._update_policy(mini, step) | self.estimates
-        if critic.shared:
-            return self._update_policy(mini, step) | critic.metrics(mini) | self.estimates
         with self.clock.phase("critic"):
             metrics = critic.update(mini, step) | self.estimates
         in_warmup = step - self.config.run.forked_at < critic.settings.warmup_steps  # the policy does not train

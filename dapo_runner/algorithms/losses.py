@@ -38,7 +38,6 @@ from dapo_kernels.losses import LossOutput
 from dapo_kernels.objectives.table import PROMPT_MEAN
 from dapo_kernels.preference import PreferenceOutput
 from dapo_runner.algorithms.advantage import make_sequence
-from dapo_runner.algorithms.critic import Critic
 from dapo_runner.algorithms.mini_batch import MiniBatch, head_arguments, loss_tensors, token_stats
 from dapo_runner.algorithms.packing import count_training_tokens
 from dapo_runner.config import ConfigError, DistillationConfig, PreferenceConfig
@@ -52,11 +51,10 @@ Output = LossOutput | PreferenceOutput
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A row of `dapo_kernels.OBJECTIVES` over single responses. A ``critic`` that shares the trunk adds its loss."""
+    """A row of `dapo_kernels.OBJECTIVES` over single responses."""
 
     objective: Objective
     temperature: float = 1.0
-    critic: Critic | None = None
     sequences_per_unit: int = 1
 
     @property
@@ -85,9 +83,9 @@ class PolicyLoss:
         group = policy.world.sequence_group
         if group is not None and not self.is_local:
             return self._from_logprobs(policy, mini, batch, selection)
-        hidden, tensors = policy.hidden_states(batch), loss_tensors(batch, policy, group)
+        tensors = loss_tensors(batch, policy, group)
         out = linear_dapo_loss(
-            hidden,
+            policy.hidden_states(batch),
             **head_arguments(policy, batch, self.temperature),
             **self._arguments(policy, mini, batch, tensors),
             cu_seqlens=batch.cu_seqlens.to(policy.device) if group is None else None,
@@ -95,12 +93,8 @@ class PolicyLoss:
             entropy=True,
         )
         assert out.entropy is not None
-        loss = out.loss
-        if self.critic is not None:
-            loss = loss + self.critic.settings.coef * self.critic.loss(hidden, batch, mini)
-        return out._replace(
-            loss=loss, logprobs=gather_positions(out.logprobs, group), entropy=gather_positions(out.entropy, group)
-        )
+        logprobs, entropy = gather_positions(out.logprobs, group), gather_positions(out.entropy, group)
+        return out._replace(logprobs=logprobs, entropy=entropy)
 
     def _from_logprobs(
         self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None

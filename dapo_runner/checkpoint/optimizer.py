@@ -25,7 +25,6 @@ from dapo_runner.checkpoint.files import CheckpointError
 from dapo_runner.parallel.sharding import local
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import has_adapters
-from dapo_runner.policy.model import VALUE_HEAD
 
 FOLDER = "optimizer"
 _MASTER = "master"
@@ -40,7 +39,7 @@ def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     is_exact = policy.world.is_single_process and policy.compute == torch.float32 and not has_adapters(policy.model)
     for part in learner.parts():
         for name, master in part.tensors.items():
-            if part.prefix or not is_exact or name.startswith(VALUE_HEAD):  # else model/ has it
+            if part.prefix or not is_exact:  # else model/ has it
                 tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
             for kind, value in part.state_of(master).items():
                 tensors[f"{part.prefix}{name}/{kind}"] = value

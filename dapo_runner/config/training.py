@@ -142,13 +142,9 @@ class AdvantageConfig(Section):
 class CriticConfig(Section):
     """A model that predicts the reward still to come: advantage.kind=gae."""
 
-    requires = {"!share_trunk": "path lr warmup_steps", "share_trunk": "coef", "parallel.sequence=1": "share_trunk"}
-
     path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
-    share_trunk: bool = False  # put the value head on the policy and add coef × value loss to its loss
-    coef: PositiveFloat = 0.1  # share_trunk: coefficient of the value loss
-    lr: MayChange[PositiveFloat] = 9e-6  # separate critic: peak learning rate; it follows optimizer.schedule
-    warmup_steps: NonNegativeInt = 0  # separate critic: first rollout steps in which only the critic trains
+    lr: MayChange[PositiveFloat] = 9e-6  # peak learning rate; it follows optimizer.schedule
+    warmup_steps: NonNegativeInt = 0  # first rollout steps in which only the critic trains
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
 

@@ -41,8 +41,7 @@ from dapo_runner.policy.routing import Routing
 from dapo_runner.types import PackedBatch
 
 T = TypeVar("T")
-Role = Literal["policy", "shared", "critic", "reference"]  # shared: a policy with the critic's value head
-VALUE_HEAD = "value_head."  # prefix of its parameters' names
+Role = Literal["policy", "critic", "reference"]
 ALIGNED = 64  # bytes; torch aligns its allocations to this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -132,8 +131,8 @@ class Policy:
         return hidden if distinct is None else hidden.index_select(0, distinct.inverse.to(self.device))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the model, whole, with adapters merged in, without the value head. Collective."""
-        return (pair for pair in merged_weights(self.model, self.compute) if not pair[0].startswith(VALUE_HEAD))
+        """Yield every tensor of the model, whole, with adapters merged in. Collective."""
+        return merged_weights(self.model, self.compute)
 
     def save_settings(self, folder: Path) -> None:
         """Write configuration and tokenizer in transformers' format, without weights."""
@@ -279,10 +278,10 @@ def _build(
     model = load_model(path, config, device, PACKED_ATTENTION, dtype)
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
-    if role in ("critic", "shared"):
+    if role == "critic":
         model.value_head = ValueHead(model.config.get_text_config(decoder=True).hidden_size, device, dtype)
-    if role == "critic" and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        model.get_output_embeddings().requires_grad_(False)
+        if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+            model.get_output_embeddings().requires_grad_(False)
     if role == "reference":
         model.requires_grad_(False)
     return model

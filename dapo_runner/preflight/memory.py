@@ -200,9 +200,9 @@ def _activations(config: Config, shape: ModelShape) -> int:
 
 
 def _critic_parameters(config: Config, policy: ModelShape) -> int:
-    """Return the parameters of a separate critic. Its gradients and activations reuse the policy's memory."""
+    """Return the parameters of a critic. Its gradients and activations reuse the policy's memory."""
     critic = config.critic
-    return 0 if critic is None or critic.share_trunk else _parameters_of(critic.path, policy)
+    return 0 if critic is None else _parameters_of(critic.path, policy)
 
 
 def uncounted(config: Config) -> list[str]:

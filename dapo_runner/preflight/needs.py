@@ -85,7 +85,7 @@ def _missing(config: Config) -> Iterator[str]:
 def _models(config: Config) -> Iterator[tuple[str, str]]:
     """Yield key and name of each model that a run loads in addition to its checkpoint."""
     reference, critic, judge = config.reference_path, config.critic, config.reward.judge
-    critics = [] if critic is None or critic.share_trunk else [critic.path]
+    critics = [] if critic is None else [critic.path]
     is_resumed = config.run.from_ is not None or latest_checkpoint(config.run_dir / CHECKPOINTS) is not None
     # Adapters, a reference and a critic start from the original model.
     is_needed = config.model.lora is not None or (reference is None and config.uses_reference) or None in critics

@@ -48,14 +48,13 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     world, device, progress = context.world, context.device, context.progress
     start = world.broadcast_from_rank0(lambda: initial_model(config, progress))
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
-    shared = config.critic is not None and config.critic.share_trunk
     replay, seed = bool(config.loss.routing_replay), config.run.seed
-    policy = load_policy(source, config.model, device, seed, world, replay, "shared" if shared else "policy")
+    policy = load_policy(source, config.model, device, seed, world, replay)
     is_own_reference = config.model.lora is not None and config.reference_path is None
-    reference, critic = None, policy if shared else None
+    reference = critic = None
     if config.uses_reference and not is_own_reference:
         reference = load_policy(config.reference_path or start, config.model, device, world=world, role="reference")
-    if config.critic is not None and not shared:
+    if config.critic is not None:
         critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")
     return Learner(policy, config, reference, critic, context.clock)
 

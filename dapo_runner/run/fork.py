@@ -64,10 +64,9 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
 
 def _held(*settings: dict[str, Any]) -> Iterator[str]:
     """Yield the keys that name the source of a reference or critic which the fork takes from the checkpoint instead."""
-    if all(each.get("loss.reference_ema") is not None for each in settings):
-        yield "loss.reference"
-    if all(each.get("critic.share_trunk") is False for each in settings):
-        yield "critic.path"
+    for key, sign in (("loss.reference", "loss.reference_ema"), ("critic.path", "critic.lr")):
+        if all(each.get(sign) is not None for each in settings):
+            yield key
 
 
 def _settings_at(source: Path, step: int) -> dict[str, Any]:

@@ -98,7 +98,6 @@ CONFIGURATIONS: dict[str, list[str]] = {  # of runs in one process
     "dapo": [],
     "grpo": ["algorithm=grpo", "loss.overrides.kl_coef=0"],
     "ppo": ["algorithm=ppo", "critic.lr=1e-3", "critic.warmup_steps=1"],
-    "ppo_shared": ["algorithm=ppo", "critic.share_trunk=true"],
     "reinforce_pp": ["algorithm=reinforce_pp"],
     "spo_chain": SEGMENTS["chain"],
     "spo_tree": SEGMENTS["tree"],

@@ -38,16 +38,14 @@ def open_learner(path: str | Path, config: Config, world: World = SINGLE_PROCESS
     """With a reference and a critic where the configuration wants them. Reference and policy differ, and the critic's
     values are not all zero.
     """
-    shared = config.critic is not None and config.critic.share_trunk
-    replay, role = bool(config.loss.routing_replay), "shared" if shared else "policy"
-    policy = load_policy(path, config.model, CPU, 5, world, replay, role)
+    policy = load_policy(path, config.model, CPU, 5, world, bool(config.loss.routing_replay))
     reference = critic = None
     if config.uses_reference and config.model.lora is None:
         teacher = path if config.distillation is None else config.distillation.teacher
         reference = load_policy(teacher, config.model, CPU, world=world, role="reference")
         scale_weights(reference, 1.1)
     if config.critic is not None:
-        critic = policy if shared else load_policy(path, config.model, CPU, world=world, role="critic")
+        critic = load_policy(path, config.model, CPU, world=world, role="critic")
         with torch.no_grad():
             weight = critic.model.value_head.weight
             weight.copy_(weight * 0 + 0.01)

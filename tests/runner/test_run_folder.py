@@ -302,8 +302,13 @@ CRITIC: Sections = {"advantage": {"kind": "gae"}, "critic": {"clip": 0.2}}
 @pytest.mark.parametrize(
     ("key", "origin", "another", "free"),
     [
-        ("loss.reference", MOVING, {"reference": "another"}, {"reference": "another", "reference_ema": None}),
-        ("critic.path", CRITIC, {"path": "another"}, {"share_trunk": True}),
+        (
+            "loss.reference",
+            MOVING,
+            {"reference": "another"},
+            {"loss": MOVING["loss"] | {"reference": "another", "reference_ema": None}},
+        ),
+        ("critic.path", CRITIC, {"path": "another"}, {}),
     ],
 )
 def test_a_model_that_the_checkpoint_holds_cannot_be_another(
@@ -314,7 +319,7 @@ def test_a_model_that_the_checkpoint_holds_cannot_be_another(
     (run / "config.yaml").write_text(dump_config(config_in(tmp_path, start, run=LONG, **origin)))
     with refused("run.from", parts=[f"{key}: "]):
         find_origin(fork(origin=run, **origin | {section: origin[section] | another}))
-    assert find_origin(fork(origin=run, **origin | {section: origin[section] | free}))
+    assert find_origin(fork(origin=run, **free))
 
 
 def test_a_damaged_checkpoint_is_not_forked(source: Path, fork: Fork, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "group_returns": {"advantage": {"kind": "group_returns"}},
     "gae": {**GAE, "reward": {"kl": {"coef": 0.1, "estimator": "k3"}}},
-    "shared trunk": {**GAE, "critic": {"share_trunk": True}},
 }
 
 
@@ -169,26 +168,6 @@ def test_updates_of_a_critic(model_folder: Path, clip: float | None) -> None:
         assert figures["value_clip"] == pytest.approx(float(stopped.double().mean()))
         clipped.append(figures["value_clip"])
     assert [share > 0 for share in clipped] == [False, clip is not None]
-
-
-@pytest.mark.parametrize("budget", [24, 1024])
-def test_on_a_shared_trunk_the_losses_add_up(model_folder: Path, budget: int) -> None:
-    sections = {"critic": {"share_trunk": True, "coef": 2.0}, "advantage": {"kind": "gae"}}
-    learner = learner_of(model_folder, **sections, optimizer={"token_budget": budget})
-    sequences = [replace(sequence, age=0) for sequence in earning()]
-    (mini,) = learner.prepare(sequences)
-    exact = longhand.copy_of(learner.policy)
-    advantages, returns = by_sequence([mini], "advantages"), by_sequence([mini], "returns")
-    policy, value = [], []
-    for index, advantage in advantages.items():
-        own, values = longhand.logprobs_of(exact, sequences[index]), longhand.values_of(exact, sequences[index])
-        policy.append(-(own - own.detach()).exp() * advantage)
-        value.append(longhand.value_loss(values, values.detach(), returns[index], None))
-    (torch.cat(policy).mean() + 2.0 * torch.cat(value).mean()).backward()
-    gradients, figures = update(learner, mini)
-    assert_same_gradients(gradients, {name: x.grad for name, x in exact.named_parameters()}, 1e-4)
-    assert figures["value_loss"] == pytest.approx(float(torch.cat(value).mean().detach()), rel=1e-4)
-    assert "value_head.weight" not in dict(learner.policy.named_weights())  # which an engine gets
 
 
 def test_a_gradient_of_the_critic_that_is_not_finite_stops_the_run(model_folder: Path) -> None:

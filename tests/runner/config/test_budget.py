@@ -27,7 +27,7 @@ LINES = {  # today's: lower a number when its room shrinks
     "environments": 377,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 258
+SETTINGS = 256
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
 
 

@@ -305,9 +305,6 @@ REFUSED = [
     ("numerics=matched rollout.min_p=0.1", "rollout.sampling_mask"),
     ("advantage.kind=magic", "advantage.kind", "module:function", "magic"),
     ("advantage.kind=gae", "critic", "null"),
-    (f"{GAE} critic.coef=0.5", "critic.coef", "critic.share_trunk"),
-    (f"{GAE} critic.share_trunk=true critic.lr=1e-3", "critic.lr", "critic.share_trunk"),
-    (f"{GAE} critic.share_trunk=true parallel.gpus=2 parallel.sequence=2", "critic.share_trunk", "parallel.sequence"),
     (f"{GAE} critic.warmup_steps=3 run.steps=3", "critic.warmup_steps", "3"),
     ("parallel.gpus=3 parallel.sequence=2", "parallel.sequence", "gpus=3", "2"),
     ("env={}", "env.kind", "env.tools"),
@@ -384,7 +381,7 @@ FIXED = {  # settings and whole sections that keep their values while a run resu
     "sampler.": "prompts_per_step filter_groups initial_acceptance curriculum",
     "reward.": "kind parts correct incorrect memory_mb overlong kl",
     "reward.judge.": "model options reward votes shows template answers",
-    "critic.": "path share_trunk coef warmup_steps clip",
+    "critic.": "path warmup_steps clip",
 }
 
 

@@ -45,7 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
         "reward": {"kl": {"coef": 0.1}},
         "loss": {"reference_ema": 0.9},
     },
-    "trunk": {"advantage": {"kind": "gae"}, "critic": {"share_trunk": True}},
 }
 PARALLEL: dict[int, dict[str, int]] = {1: {}, 2: {"gpus": 2}, 4: {"gpus": 4, "replicate": 2}}
 STEP = 2

@@ -56,7 +56,6 @@ CASES: dict[str, Case] = {
     "corrected": {"rollout": {"correction": {"weights": "sequence"}}},
     "episodes": {"env": {"tools": ["none:none"]}, "rollout": {"correction": {"weights": "sequence"}}},
     "support": {"rollout": {"top_k": 6, "sampling_mask": True}, "loss": {"overrides": {"kl_coef": 0.1}}},
-    "shared trunk": {"advantage": {"kind": "gae"}, "critic": {"share_trunk": True}},
     "reinforce_pp": {"advantage": {"kind": "returns"}, "reward": {"kl": {"coef": 0.1}}},
     "ppo": {
         "advantage": {"kind": "gae"},
