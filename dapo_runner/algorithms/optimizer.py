@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dapo_runner.algorithms.mini_batch import MiniBatch
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.parallel.sharding import add_up_over_replicas, whole, whole_until_backward
+from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole, whole_until_backward
 from dapo_runner.policy.model import Policy
 
 IN_FLIGHT = 2  # gradients on their way to the host while the backward pass computes the next one
@@ -43,6 +43,10 @@ class MasterWeights:
     def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of a master."""
         return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
+
+    def is_finite(self) -> bool:
+        """Return whether this rank's weights are finite, as rounded into the model."""
+        return all(bool(local(parameter.detach()).isfinite().all()) for parameter in self.parameters.values())
 
     def gradients(self) -> list[Tensor]:
         """Return the masters that have a gradient, when all gradients have arrived."""

@@ -92,12 +92,12 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
 
 @contextmanager
 def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Iterator[None]:
-    """Convert an OSError, which must occur on all ranks of ``world``, to a CheckpointError that names ``path`` and the
-    newest checkpoint. Rank 0 removes unfinished checkpoints, which may fill the disk.
+    """Convert a failure to write, which must occur on all ranks of ``world``, to a CheckpointError that names ``path``
+    and the newest checkpoint. Rank 0 removes unfinished checkpoints, which may fill the disk.
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, FloatingPointError) as error:
 
         def describe() -> str:
             _remove_unfinished(checkpoints)

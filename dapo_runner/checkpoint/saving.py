@@ -27,7 +27,7 @@ def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[st
         snapshot: the state from ``take_snapshot``.
 
     Raises:
-        CheckpointError: a rank cannot write. It is raised on all ranks; earlier checkpoints stay.
+        CheckpointError: a rank cannot write, or weights are not finite. All ranks raise it; earlier checkpoints stay.
     """
     return _stage(folder, step, learner, snapshot, keep, copied=False)(learner.world)
 
@@ -59,6 +59,8 @@ def _stage(
     path, world = folder / f"step_{step:06d}", learner.world
     state = encode_snapshot(step, snapshot, learner.scalers(), world)
     with files.writing(path, folder, world):
+        if world.any(not all(part.is_finite() for part in learner.parts())):
+            raise FloatingPointError("its weights are not finite")
         unfinished = world.broadcast_from_rank0(lambda: files.begin(path))
         _write_settings(learner.policy, unfinished)
         weights = model_files.stage_model(learner.policy, copied=copied)
@@ -108,7 +110,7 @@ def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable
     """Restore learner, sampler and generators. Return the number of ranks that wrote the checkpoint. Collective.
 
     The policy must be loaded from ``checkpoint.model``; with LoRA from the base model, because ``checkpoint.model`` has
-    the adapters merged in. Raises CheckpointError for a checkpoint of another version or of other weights.
+    the adapters merged in. Raises CheckpointError for a checkpoint of other weights.
     """
     optimizer.load_optimizer(learner, checkpoint.path)
     return restore_snapshot(checkpoint.path, sampler, learner.scalers(), learner.world)

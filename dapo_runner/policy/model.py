@@ -139,21 +139,24 @@ class Policy:
         self.model.save_pretrained(folder, state_dict={})
         self.model.config.dtype = self.compute  # save_pretrained has set it to the dtype of the shards
         self.model.config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        try:
+            self.tokenizer.save_pretrained(folder)
+        except Exception as error:  # tokenizers raises a bare one on a full disk
+            raise OSError(str(error)) from error
 
 
-def resolve_device(name: str, key: str = "run.device") -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """Return a device by name; ``auto`` is CUDA if available, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"{key}: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+        raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
     here = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if here is not None and here.type == device.type else 0
     if device.type != "cpu" and (device.index or 0) >= count:
-        raise ConfigError(f"{key}: expected a device of this machine, got {name!r}: torch finds {count} of that kind")
+        raise ConfigError(f"run.device: expected a device of this machine, got {name!r}: torch finds {count}")
     return device
 
 
@@ -343,14 +346,16 @@ def check_policy(policy: Policy) -> None:
 
     ids = torch.arange(9) % vocab_size
     try:
+        if not (hidden := hidden_of(ids, [len(ids)])).isfinite().all():
+            raise ValueError(f"weights of {config.name_or_path} that are not finite, or overflow in model.dtype")
         if not is_packable(hidden_of, vocab_size):
             raise ValueError(f"the packed sequences of {name} see each other")
         if not is_causal(hidden_of, vocab_size):
             raise ValueError(f"tokens of {name} see later ones")
         if LogitRule.of(config, 1.0) != LogitRule(policy.head.softcap, 1.0):
             raise ValueError(f"{name} scales its logits")
-        check_logits(policy.model, hidden_of(ids, [len(ids)]), logits)
+        check_logits(policy.model, hidden, logits)
     except ValueError as error:
-        raise ConfigError(f"model.path: requires causal attention within packed sequences, got: {error}") from error
+        raise ConfigError(f"model.path: requires finite weights and causal packed attention, got: {error}") from error
     if policy.routing is not None:
         policy.routing.check(lambda: hidden_of(ids, [len(ids)]), n_positions=len(ids))

@@ -151,7 +151,7 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(parts: Parts, tm
     assert (tmp_path / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("room", [100, 3000, 60_000, 100_000])
+@pytest.mark.parametrize("room", [100, 1200, 3000, 60_000, 100_000])
 def test_a_full_disk_leaves_the_checkpoint_before_it(parts: Parts, tmp_path: Path, room: int) -> None:
     """The limit strikes the tokenizer, the weights, or the optimizer's moments, which are twice the weights."""
     save(tmp_path, 1, parts, keep=1)

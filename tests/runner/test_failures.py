@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import threading
@@ -286,6 +287,22 @@ def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch
             now += seconds
             with pytest.raises(KeyboardInterrupt):
                 send(number)
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last update of a step can leave them behind, with a finite loss and gradient."""
+
+    def break_weights(learner: Learner) -> None:
+        next(learner.policy.model.parameters()).detach().fill_(torch.inf)
+
+    train(rare(tmp_path, start, run={"steps": 2, "keep": 1}), Notes())
+    monkeypatch.setattr(Learner, "move_reference", break_weights)  # after the updates
+    with pytest.raises(OutOfSyncError):
+        train(rare(tmp_path, start, run={"keep": 1}), notes := Notes())
+    assert saved_steps(tmp_path) == [2]
+    assert re.search("step 3 .*weights are not finite.*step_000002", notes.lines[-1])
 
 
 def test_a_nonfinite_update_is_kept(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,16 @@ def test_a_model_that_cannot_be_trained_packed_is_refused_by_name(name: str, con
         load(path)
 
 
+def test_weights_that_are_not_finite_are_refused_by_their_folder(model_folder: Path, tmp_path: Path) -> None:
+    policy = load(model_folder)
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = torch.inf
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    with refused("model.path", parts=[f"weights of {tmp_path} that are not finite"]):
+        load(tmp_path)
+
+
 def test_a_model_without_safe_weights_is_refused(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model_folder / "config.json").read_bytes())
     torch.save({}, tmp_path / "pytorch_model.bin")
