@@ -30,6 +30,9 @@ def end_with_parent() -> None:
 class StepGivenUpError(BaseException):
     """The step was abandoned, to end before a kill. It is not an Exception, so that no reward function catches it."""
 
+    def __init__(self, reason: str = "it would not end before the process is killed") -> None:
+        super().__init__(reason)
+
 
 class StopRequest:
     """A context manager: ``requested`` becomes True at the first signal, the next one raises KeyboardInterrupt.
@@ -77,7 +80,7 @@ class StopRequest:
 
     def _give_up_if_late(self) -> None:
         if self._may_give_up and self.is_late:
-            raise StepGivenUpError("it would not end before the process is killed")
+            raise StepGivenUpError
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -9,8 +9,6 @@ All other parts of an update are the same for all losses (`learner.py`). Each lo
     denominator(sequences)            the divisor of the loss of a whole mini-batch
     loss(policy, mini, batch, selection)    of one micro-batch; ``selection``, bool [T]: the tokens that train
 
-FSDP2 averages gradients over ranks. The denominator is divided by the number of ranks to turn the mean into a sum.
-
 Preference pairs are made by reward: the best sample of a group is chosen over the worst, the second best over the
 second worst, and so on (RLHF Workflow, arXiv 2405.07863). Two samples with equal rewards are a tie, not a pair. Samples
 with equal rewards stay in their order.
@@ -119,7 +117,7 @@ class PolicyLoss:
             group_tokens = mini.group_tokens[batch.group_ids].to(policy.device)  # padding gets those of any group
         return {
             "objective": self.objective,
-            "denominator": mini.denominator / policy.world.size / mini.loss_scale,
+            "denominator": mini.denominator_on(policy.world),
             "old_logprobs": None if on_policy else tensors["old_logprobs"],
             "advantages": tensors["advantages"],
             "mask": tensors["mask"],
@@ -170,7 +168,7 @@ class DistillationLoss:
                 valid_vocab=min(len(head["weight"]), len(ref.weight)),
                 beta=self.settings.beta,
                 mask=mask,
-                denominator=mini.denominator / policy.world.size / mini.loss_scale,
+                denominator=mini.denominator_on(policy.world),
                 **options,
             )
             outs.append(out)
@@ -248,7 +246,7 @@ class PreferenceLoss:
             pairs=torch.arange(n_sequences, device=policy.device).view(-1, 2),
             mask=tensors["mask"],
             cu_seqlens=batch.cu_seqlens.to(policy.device),
-            denominator=mini.denominator / policy.world.size / mini.loss_scale,
+            denominator=mini.denominator_on(policy.world),
             beta=self.settings.beta,
             loss_type=self.settings.loss_type,
         )

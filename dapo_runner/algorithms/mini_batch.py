@@ -18,6 +18,7 @@ from dapo_runner.algorithms.correction import Mismatch, correct, measure
 from dapo_runner.config import CorrectionConfig
 from dapo_runner.errors import RunError
 from dapo_runner.parallel.ulysses import gather_positions, shard_positions
+from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch
 
@@ -42,6 +43,10 @@ class MiniBatch:
     # Multiplies the loss, through its denominator: the fused loss computes gradients in its forward pass, where
     # unscaled float16 gradients would underflow.
     loss_scale: float = 1.0
+
+    def denominator_on(self, world: World) -> float:
+        """Return the divisor of each rank's loss. FSDP2 averages gradients over ranks; this makes the mean a sum."""
+        return self.denominator / world.size / self.loss_scale
 
     def set_old_logprobs(
         self, index: int, old: Tensor, experts: Tensor | None, correction: CorrectionConfig, *, from_engine: bool

@@ -112,6 +112,11 @@ class Config(TrainingConfig):
         return self.objective.needs_reference or self.reward.kl is not None
 
     @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is loaded. Otherwise, with adapters, it is the policy without them."""
+        return self.uses_reference and (self.model.lora is None or self.reference_path is not None)
+
+    @property
     def reference_path(self) -> str | None:
         """The path or name of the reference model; None for the model that training starts from."""
         return self.loss.reference if self.distillation is None else self.distillation.teacher
@@ -227,7 +232,7 @@ def _engine(config: Config) -> Iterator[Check]:
 
 
 def _training(config: Config) -> Iterator[Check]:
-    critic, data, steps = config.critic, config.data, config.run.steps - config.run.forked_at
+    critic, data, steps = config.critic, config.data, config.run.steps
     replay, spec = config.loss.routing_replay, config.rollout.engine_spec
     fits = config.updates_per_step > 1 or config.rollout.correction.enabled or replay in (None, "engine")
     yield "loss.routing_replay", fits, "null or engine with one update per step (optimizer.mini_batch_size)"
@@ -236,8 +241,7 @@ def _training(config: Config) -> Iterator[Check]:
     yield "loss.routing_replay", fits or replay != "engine", where
     yield from check_schedule(config)
     yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
-    fits = critic is None or critic.warmup_steps < steps
-    yield "critic.warmup_steps", fits, f"fewer than the {steps} steps of the run"
+    yield "critic.warmup_steps", critic is None or critic.warmup_steps < steps, f"fewer than the {steps} steps"
     has_problems = bool(data.format == "arithmetic" or data.eval_size or data.eval)
     yield "data.eval_size", config.run.early_stop is None or has_problems, "more than 0 with run.early_stop"
     fits = "reasoning_gym" not in config.reward.uses or bool(data.reasoning_gym)

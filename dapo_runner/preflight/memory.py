@@ -106,7 +106,6 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
     whole, frozen = shape.parameters * size, 0 if lora is None else shape.parameters * size
     shards, positions = gpus // config.parallel.replicate, config.optimizer.token_budget / config.parallel.sequence
-    is_own_reference = lora is not None and config.reference_path is None
     reference = _parameters_of(config.reference_path, shape)
     has_masters, wide = gpus == 1 and (size != FLOAT32 or config.optimizer.offload), config.model.float32_logits
     states = {} if config.optimizer.offload and _on_gpus(config) else _states(config, shape)
@@ -118,7 +117,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "gathered for a pass": _gathered(shape, size) if gpus > 1 else 0,
         "activations of a micro-batch": positions * _activations(config, shape) * size,
         "logits of a chunk": min(chunk, positions * shape.vocabulary * (FLOAT32 if wide else size)),
-        "reference weights": reference * size / shards if config.uses_reference and not is_own_reference else 0,
+        "reference weights": reference * size / shards if config.loads_reference else 0,
         JUDGE: _judge(config),
         CRITIC: states.get(CRITIC, 0) + (_critic_parameters(config, shape) * size if has_masters else 0),
     }

@@ -101,7 +101,7 @@ class RolloutWorker:
 
     def _answer_share(self, share: _Share, is_late: bool) -> dict[int, Group]:
         if is_late:
-            raise StepGivenUpError("it would not end before the process is killed")
+            raise StepGivenUpError
         sampling, scoring = self.phases
         with self._timed(sampling):
             completions = self._sample(share)

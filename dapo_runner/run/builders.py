@@ -50,9 +50,8 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     source = start if checkpoint is None or config.model.lora is not None else checkpoint.model
     replay, seed = bool(config.loss.routing_replay), config.run.seed
     policy = load_policy(source, config.model, device, seed, world, replay)
-    is_own_reference = config.model.lora is not None and config.reference_path is None
     reference = critic = None
-    if config.uses_reference and not is_own_reference:
+    if config.loads_reference:
         reference = load_policy(config.reference_path or start, config.model, device, world=world, role="reference")
     if config.critic is not None:
         critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")

@@ -126,7 +126,7 @@ class Run(TrainingRun):
 
     def _wait_for_sample(self, sampler: AsynchronousSampler) -> SampledStep:
         if self.world.any(self.stop.is_late):
-            raise StepGivenUpError("it would not end before the process is killed")
+            raise StepGivenUpError
 
         def take() -> None:
             with self.stop.giving_up():
