@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class Learner:
         """Make a policy with adapters its own reference, with the adapters switched off. Raises ConfigError."""
         key = "loss.reference" if config.distillation is None else "distillation.teacher"
         for name, other in ((key, reference), ("critic.path", critic_model)):
-            if other is not None and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            if other not in (None, policy) and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
                 raise ConfigError(f"{name}: requires a model with the policy's tokenizer, got another vocabulary")
         self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world
         self.clock = StepClock() if clock is None else clock
@@ -115,14 +116,13 @@ class Learner:
         """Split a step into mini-batches of at most the configured size, as equal as possible, and each into the shares
         of the data ranks. Equal sizes avoid a tiny last update if dynamic sampling left the step short.
         """
-        size = max(1, len(sequences))
-        if self.config.optimizer.mini_batch_size is not None:
-            n_parts = max(1, math.ceil(len(sequences) / self.config.mini_batch_size))
-            size = max(1, math.ceil(len(sequences) / n_parts))
-        size += -size % self.loss.sequences_per_unit
+        unit, limit = self.loss.sequences_per_unit, self.config.mini_batch_size
+        n_parts = 1 if self.config.optimizer.mini_batch_size is None else max(1, math.ceil(len(sequences) / limit))
+        size, n_larger = divmod(len(sequences) // unit, n_parts)  # the first parts have one unit more
+        bounds = [unit * (index * size + min(index, n_larger)) for index in range(n_parts + 1)]
         shares: list[list[MiniBatch]] = [[] for _ in range(self.world.data_size)]
-        for index, first in enumerate(range(0, len(sequences), size)):
-            part = sequences[first : first + size]
+        for index, (first, end) in enumerate(pairwise(bounds)):
+            part = sequences[first:end]
             n_tokens, denominator = count_training_tokens(part), self.loss.denominator(part)
             group_tokens = count_group_tokens(part)
             for share, batches in zip(shares, self.pack(part, first), strict=True):
@@ -201,7 +201,7 @@ class Learner:
             return self._update_policy(mini, step) | self.estimates
         with self.clock.phase("critic"):
             metrics = critic.update(mini, step) | self.estimates
-        in_warmup = step - self.config.run.forked_at < critic.settings.warmup_steps  # the policy does not train
+        in_warmup = step < critic.settings.warmup_steps  # the policy does not train
         return metrics if in_warmup else self._update_policy(mini, step) | metrics
 
     def _update_policy(self, mini: MiniBatch, step: int) -> dict[str, float]:
@@ -218,7 +218,7 @@ class Learner:
         with self.clock.phase("optimizer"):
             norm = self.trained.clip_gradients()
         metrics = self._reduce_metrics(outs, norm, mini.loss_scale) | {"lr": rate}
-        if mini.index == 0 and not mini.mismatch.tokens:
+        if mini.index == 0 and not mini.policy_logprobs:
             for batch, out in zip(mini.micro_batches, outs, strict=True):
                 mini.mismatch += measure(out.logprobs.to(batch.mask.device), batch.old_logprobs, batch.mask)
         _check_finite(metrics, mini, step)
@@ -276,7 +276,9 @@ class Learner:
         loss_sum, grad_norm = torch.stack([torch.stack([out.loss.detach() for out in outs]).sum(), norm]).tolist()
         # The ranks of a sequence-parallel group have parts of a loss, or all of them the whole loss.
         counts = self.loss.is_local or self.world.is_sequence_leader
-        loss = math.fsum(self.world.all_gather_object(loss_sum if counts else 0.0)) / self.world.size / loss_scale
+        losses = self.world.all_gather_object(loss_sum if counts else 0.0)
+        total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)  # fsum refuses ∞ − ∞
+        loss = total / self.world.size / loss_scale
         return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
 
     def move_reference(self) -> None:

@@ -75,8 +75,8 @@ def count_training_tokens(sequences: Iterable[TrainingSequence]) -> int:
 
 def count_group_tokens(sequences: Sequence[TrainingSequence]) -> torch.Tensor:
     """Return the number of training tokens of each group, float64, by ``group_id``."""
-    counts = torch.tensor([count_training_tokens([sequence]) for sequence in sequences])
-    return torch.bincount(torch.tensor([sequence.group_id for sequence in sequences]), counts)
+    counts = torch.tensor([count_training_tokens([sequence]) for sequence in sequences], dtype=torch.int64)
+    return torch.bincount(torch.tensor([sequence.group_id for sequence in sequences], dtype=torch.int64), counts)
 
 
 def assign_bins(lengths: dict[int, int], budget: int) -> list[list[int]]:

@@ -39,7 +39,7 @@ class JobConfig(Section):
     save_every: MayChange[NonNegativeInt] = 5  # steps; 0: only after the last step
     keep: MayChange[PositiveInt] = 2  # checkpoints kept; older ones are removed
     device: MayChange[str] = "auto"  # auto: cuda if available, else cpu
-    # seconds from SIGTERM to the kill: a step that would take longer is abandoned
+    # seconds from SIGTERM to the kill: a step that would take longer is abandoned. Exceptions: docs/cluster.md
     grace: MayChange[PositiveFloat] = 20.0
     threads: MayChange[PositiveInt | None] = None  # CPU threads; null: PyTorch's default
 

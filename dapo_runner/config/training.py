@@ -144,7 +144,7 @@ class CriticConfig(Section):
 
     path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
     lr: MayChange[PositiveFloat] = 9e-6  # peak learning rate; it follows optimizer.schedule
-    warmup_steps: NonNegativeInt = 0  # first rollout steps in which only the critic trains
+    warmup_steps: NonNegativeInt = 0  # only the critic trains up to this step, also in a fork
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
 
@@ -190,7 +190,7 @@ class OptimizerConfig(Section):
     lr: MayChange[PositiveFloat] = 1e-6  # peak learning rate
     warmup_steps: NonNegativeInt = 20  # rollout steps of linear warm-up
     schedule: MayChange[Literal["constant", "linear", "cosine"]] = "constant"  # learning rate after the warm-up
-    # linear and cosine decay to this share of lr at the end
+    # linear and cosine would reach this share of lr one step after run.steps
     min_lr_ratio: MayChange[Annotated[float, Field(ge=0, le=1)]] = 0.0
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW

@@ -170,6 +170,14 @@ def test_updates_of_a_critic(model_folder: Path, clip: float | None) -> None:
     assert [share > 0 for share in clipped] == [False, clip is not None]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_fork_does_not_repeat_the_warm_up_of_its_critic(model_folder: Path, step: int) -> None:
+    run, critic = {"from": "run@2", "steps": 4}, {"warmup_steps": 2}
+    learner = learner_of(model_folder, run=run, advantage={"kind": "gae"}, critic=critic)
+    (mini,) = learner.prepare(earning())
+    assert ("loss" in learner.update(mini, step)) == (step >= 2)
+
+
 def test_a_gradient_of_the_critic_that_is_not_finite_stops_the_run(model_folder: Path) -> None:
     learner, sequences = learner_of(model_folder, advantage={"kind": "gae"}, critic={}), earning()
     sequences[0] = replace(sequences[0], reward=float("inf"))

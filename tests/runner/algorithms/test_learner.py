@@ -22,14 +22,23 @@ from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.optimizer import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import CorrectionConfig
 from dapo_runner.engines.hf import HFEngine
-from dapo_runner.parallel.world import SINGLE_PROCESS
+from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.model import Policy
 
 UP_PROJECTION = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "sizes"), [(18, 8, [6, 6, 6]), (19, None, [19]), (9, 8, [5, 4]), (6, 1, [1] * 6), (0, 8, [])]
+    ("count", "size", "sizes"),
+    [
+        (18, 8, [6, 6, 6]),
+        (19, None, [19]),
+        (9, 8, [5, 4]),
+        (13, 4, [4, 3, 3, 3]),
+        (16, 4, [4] * 4),
+        (6, 1, [1] * 6),
+        (0, 8, []),
+    ],
 )
 def test_mini_batches_are_consecutive_and_as_equal_as_possible(
     policy: Policy, count: int, size: int | None, sizes: list[int]
@@ -68,10 +77,14 @@ def test_figures_of_a_step_do_not_depend_on_its_mini_batches(model_folder: Path,
     assert {key: figures[key] for key in exact} == pytest.approx(exact, rel=1e-3)
 
 
-def test_without_a_log_prob_of_the_engine_only_that_is_known() -> None:
+def test_without_a_log_prob_of_the_engine_only_that_is_known(model_folder: Path) -> None:
     learner, engine, trains = torch.zeros(2), torch.full((2,), torch.nan), torch.tensor([True, False])
     assert measure(learner, engine, trains).metrics() == {"rollout_unknown": 1.0}
     assert measure(learner, engine, torch.zeros_like(trains)).metrics() == {}
+    sequences = [replace(x, rollout_logprobs=x.rollout_logprobs * torch.nan) for x in random_sequences(4)]
+    minis = (trained := learner_of(model_folder)).prepare(sequences)
+    figures = step_metrics(minis, [trained.update(mini, 0) for mini in minis])
+    assert {key: x for key, x in figures.items() if key.startswith("rollout")} == {"rollout_unknown": 1.0}
 
 
 def test_on_policy_there_is_no_pass_before_the_first_update(model_folder: Path) -> None:
@@ -204,17 +217,26 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(model_folder: Path) -
     assert math.isfinite(together["grad_norm"])
 
 
-@pytest.mark.parametrize("fault", ["advantage", "weight", "float16"])
+class OppositeRanks(World):
+    """Two ranks with opposite losses."""
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return [item, -item]
+
+
+@pytest.mark.parametrize("fault", ["advantage", "weight", "float16", "ranks"])
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_folder: Path, fault: str) -> None:
-    """In float16 only at a scale that cannot be halved any more."""
+    """In float16 only at a scale that cannot be halved any more. The losses of ranks may be ∞ and −∞."""
     learner = learner_of(model_folder, "float16" if fault == "float16" else "float32")
     sequences = random_sequences(4)
     if fault != "weight":
-        sequences[0].advantages[-1] = 1e12 if fault == "float16" else torch.nan
+        sequences[0].advantages[-1] = {"float16": 1e12, "ranks": torch.inf}.get(fault, torch.nan)
     (mini,) = learner.prepare(sequences)
     if fault == "weight":
         with torch.no_grad():
             learner.policy.head.weight[5] = torch.inf
+    if fault == "ranks":
+        learner.world = OppositeRanks()
     if fault == "float16":
         learner.trained.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     before = weights_of(learner)
