@@ -56,7 +56,7 @@ class Server:
         self.error: Exception | None = None
         self.rest = self.penalty = self.out_until = 0.0
         self.is_unprobed = False
-        self._prompt_requests = set[asyncio.Task[Any]]()
+        self.prompt_requests = set[asyncio.Task[Any]]()
 
     def __str__(self) -> str:
         return self.url
@@ -76,20 +76,20 @@ class Server:
         return await self._request("POST", path, body or {}, within)
 
     async def ask(self, body: Mapping[str, Any], within: float | None = None) -> Any:
-        """Return the answer to a prompt. Raises ServerError, also after ``drop_requests``."""
+        """Return the answer to a prompt. Raises ServerError, after ``drop_requests`` with ``waited`` of ``error``."""
         request = asyncio.create_task(self.post(GENERATE, body, within))
-        self._prompt_requests.add(request)
+        self.prompt_requests.add(request)
         try:
             await asyncio.wait([request])
         finally:
             request.cancel()
-            self._prompt_requests.discard(request)
+            self.prompt_requests.discard(request)
         if request.cancelled():
-            raise ServerError(f"{self}: was excluded while it worked on a prompt")
+            raise ServerError(f"{self}: was excluded while it worked on a prompt", getattr(self.error, "waited", 0.0))
         return request.result()
 
     def drop_requests(self) -> None:
-        for request in self._prompt_requests:
+        for request in self.prompt_requests:
             request.cancel()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float | None) -> Any:

@@ -272,8 +272,9 @@ class ServerEngine(RolloutEngine):
                 call.waiting.insert(0, index)
                 # vLLM 0.33 refuses requests while it is paused for new weights, unless the pause mode is keep.
                 is_paused = error.status == 503 and pool.transfer.version != version
-                if server.error is None and not is_paused:  # else an earlier failure caused this one
+                if is_first := server.error is None and not is_paused:  # else an earlier failure caused this one
                     pool.lose(server, error)
+                if is_first or error.waited:  # any of the requests in progress may have kept a server from answering
                     call.failures[server, index] += 1
                     call.reason = str(error)
                     if all(call.failures[each, index] >= ATTEMPTS for each in pool.servers):
