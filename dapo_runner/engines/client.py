@@ -47,6 +47,7 @@ class Server:
         rest: Seconds before the next attempt; 0 once it has completed a prompt after a failure.
         penalty, out_until: For how long, and until when, it is excluded because its requests timed out.
         is_unprobed: Whether it was excluded since the last probe.
+        key: Its API key, read once; "" to read it again.
     """
 
     def __init__(self, url: str, settings: ServerConfig, token: str = "") -> None:
@@ -56,6 +57,7 @@ class Server:
         self.error: Exception | None = None
         self.rest = self.penalty = self.out_until = 0.0
         self.is_unprobed = False
+        self.key = ""
         self.prompt_requests = set[asyncio.Task[Any]]()
 
     def __str__(self) -> str:
@@ -94,10 +96,10 @@ class Server:
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float | None) -> Any:
         key_env, within = self.settings.key_env, within or self.settings.sync_within
-        key, headers = server_key(self.url, key_env), {RUN: self.token}
+        self.key, headers = self.key or server_key(self.url, key_env), {RUN: self.token}
         try:
             return await http.request(
-                method, self.url + path, body, key=key, headers=headers, within=within, max_bytes=MAX_BYTES
+                method, self.url + path, body, key=self.key, headers=headers, within=within, max_bytes=MAX_BYTES
             )
         except http.HTTPError as error:
             message = str(error)

@@ -120,7 +120,7 @@ class ServerPool:
                 self._note(f"{server} is excluded until it is healthy again: {error}")
             server.penalty = 2 * server.penalty + getattr(error, "waited", 0.0)
             server.out_until = time.monotonic() + server.penalty
-        server.error, server.version = error, None
+        server.error, server.version, server.key = error, None, ""  # once restarted it may have another key
         server.drop_requests()
         self.changed.set()
 

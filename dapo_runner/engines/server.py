@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 import secrets
 import socket
 import time
@@ -43,6 +44,7 @@ T = TypeVar("T")
 ATTEMPTS = 5  # attempts per prompt and server before the run ends
 QUEUED = 2  # batches submitted to a server at a time: one that it decodes and one that waits
 POLL = 0.2  # seconds
+OPEN_FILES = 2**15  # the limit that this process asks for: each request is a connection, and so a file
 TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
 
 
@@ -121,6 +123,7 @@ class ServerEngine(RolloutEngine):
         self.updates = 0
         self.calls: set[Future] = set()  # in progress
         self.is_closed = False
+        self._connections = asyncio.Semaphore(_raise_file_limit() // 2)  # half is for others
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
         text_config = model.config.get_text_config()
@@ -253,34 +256,37 @@ class ServerEngine(RolloutEngine):
 
     async def _work(self, server: Server, call: _Call) -> None:
         """Submit requests to a server in use, one after another, until the call completes. Raises RolloutError."""
-        pool = self.pool
         while call.n_left > 0:
             await call.changed.wait_until(
-                lambda: call.n_left == 0 or (call.next_for(server) is not None and server in pool.ready)
+                lambda: call.n_left == 0 or (call.next_for(server) is not None and server in self.pool.ready)
             )
-            if (index := call.next_for(server)) is None:
-                continue
-            call.waiting.remove(index)
-            version = server.version
-            try:
-                answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
-                n_samples = call.bodies[index]["sampling_params"]["n"]
-                call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
-                call.on_answer(index)
-                pool.answered(server)
-            except ServerError as error:
-                call.waiting.insert(0, index)
-                # vLLM 0.33 refuses requests while it is paused for new weights, unless the pause mode is keep.
-                is_paused = error.status == 503 and pool.transfer.version != version
-                if is_first := server.error is None and not is_paused:  # else an earlier failure caused this one
-                    pool.lose(server, error)
-                if is_first or error.waited:  # any of the requests in progress may have kept a server from answering
-                    call.failures[server, index] += 1
-                    call.reason = str(error)
-                    if all(call.failures[each, index] >= ATTEMPTS for each in pool.servers):
-                        failed = f"a prompt failed {ATTEMPTS} times at every server"
-                        raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
-                call.changed.set()
+            async with self._connections:
+                if server in self.pool.ready and (index := call.next_for(server)) is not None:
+                    await self._submit(server, call, index)
+
+    async def _submit(self, server: Server, call: _Call, index: int) -> None:
+        """Submit a waiting request to a server, which is excluded if it fails. Raises RolloutError."""
+        pool, version = self.pool, server.version
+        call.waiting.remove(index)
+        try:
+            answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
+            n_samples = call.bodies[index]["sampling_params"]["n"]
+            call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
+            call.on_answer(index)
+            pool.answered(server)
+        except ServerError as error:
+            call.waiting.insert(0, index)
+            # vLLM 0.33 refuses requests while it is paused for new weights, unless the pause mode is keep.
+            is_paused = error.status == 503 and pool.transfer.version != version
+            if is_first := server.error is None and not is_paused:  # else an earlier failure caused this one
+                pool.lose(server, error)
+            if is_first or error.waited:  # each request of a server that is silent may be the reason
+                call.failures[server, index] += 1
+                call.reason = str(error)
+                if all(call.failures[each, index] >= ATTEMPTS for each in pool.servers):
+                    failed = f"a prompt failed {ATTEMPTS} times at every server"
+                    raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
+            call.changed.set()
 
     async def _ask_each(self, bodies: list[dict[str, Any]], n_samples: int) -> dict[str, Groups]:
         found: dict[str, Groups] = {}
@@ -323,6 +329,14 @@ class ServerEngine(RolloutEngine):
             raise ValueError(f"tokens of another model, expected token ids below {self._n_vocabulary}")
         text = self.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
         return Completion(token_ids, logprobs, finish_reason(choice["finish_reason"]), text, versions=versions)
+
+
+def _raise_file_limit() -> int:
+    """Raise this process's limit of open files, often 1024, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(soft, min(OPEN_FILES, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 class _OpenServerCall(OpenCall):

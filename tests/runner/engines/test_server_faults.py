@@ -179,9 +179,8 @@ def test_a_server_is_given_longer_to_be_healthy_while_it_works_on_prompts(
     wait_until(lambda: lost(engine))
 
 
-def test_every_prompt_that_a_server_left_unanswered_has_failed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_prompt_that_a_server_left_unanswered_has_failed(fleet: Fleet) -> None:
     """The first of them excludes the server. If only that one had failed, the same could repeat for hours."""
-    monkeypatch.setattr(pool, "REST", 0.01)
     engine, asked = fleet.open(1, answer_within=0.2), Counter[str]()
 
     def count_and_hang(body: dict[str, Any]) -> None:
@@ -198,12 +197,16 @@ def test_every_prompt_that_a_server_left_unanswered_has_failed(fleet: Fleet, mon
 def test_a_server_that_restarts_unasked_gets_the_weights_again(
     fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And is asked with the key that it has then."""
     monkeypatch.setattr(pool, "RENEW", 0.1)
-    engine = fleet.open()
+    monkeypatch.setenv("MY_KEY", "first")
+    engine = fleet.open(key_env="MY_KEY")
     engine.update_weights(moved(policy).items())
     wanted = responses(engine.generate(FEW))
+    monkeypatch.setenv("MY_KEY", "second")
     restart(fleet, None)
     wait_until(lambda: fleet[0].version == engine.transfer.version and not lost(engine))
+    assert [server.asked[-1][2]["Authorization"] for server in fleet.servers] == ["Bearer second", "Bearer first"]
     fleet[1].kill()
     assert responses(engine.generate(FEW)) == wanted
 
