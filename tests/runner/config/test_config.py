@@ -285,6 +285,7 @@ REFUSED = [
     (f"{VLLM} rollout.temperature=1e-6", "rollout.temperature", "1e-06"),
     (f"{VLLM} evaluation.temperature=2.1", "evaluation.temperature", "2.1"),
     (f"{SERVER} rollout.max_batch_sequences=31", "rollout.max_batch_sequences", "32", "31"),
+    (f"{SERVER} rollout.max_batch_sequences=32 {CHAIN} advantage.segments.samples=33", "rollout.max_batch_sequences"),
     (f"{SERVER} rollout.server.urls=[ftp://a]", "rollout.server.urls", "ftp://a"),
     (f"{SERVER} rollout.server.urls=[http://a:1/x]", "rollout.server.urls", "http://a:1/x"),
     (f"{SERVER} rollout.server.urls=[http://a, http://A:80/]", "rollout.server.urls", "http://A:80/"),
