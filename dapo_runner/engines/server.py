@@ -44,7 +44,7 @@ T = TypeVar("T")
 ATTEMPTS = 5  # attempts per prompt and server before the run ends
 QUEUED = 2  # batches submitted to a server at a time: one that it decodes and one that waits
 POLL = 0.2  # seconds
-OPEN_FILES = 2**15  # the limit that this process asks for: each request is a connection, and so a file
+OPEN_FILES = 2**15  # the limit of this process, if the system allows it; often it is 1024
 TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
 
 
@@ -123,7 +123,10 @@ class ServerEngine(RolloutEngine):
         self.updates = 0
         self.calls: set[Future] = set()  # in progress
         self.is_closed = False
-        self._connections = asyncio.Semaphore(_raise_file_limit() // 2)  # half is for others
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = max(soft, min(OPEN_FILES, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        self._connections = asyncio.Semaphore(limit // 2)  # each is an open file; the other half is for other files
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
         text_config = model.config.get_text_config()
@@ -329,14 +332,6 @@ class ServerEngine(RolloutEngine):
             raise ValueError(f"tokens of another model, expected token ids below {self._n_vocabulary}")
         text = self.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
         return Completion(token_ids, logprobs, finish_reason(choice["finish_reason"]), text, versions=versions)
-
-
-def _raise_file_limit() -> int:
-    """Raise this process's limit of open files, often 1024, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(soft, min(OPEN_FILES, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
 
 
 class _OpenServerCall(OpenCall):

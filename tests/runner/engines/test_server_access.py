@@ -259,8 +259,10 @@ def test_what_is_no_address_is_refused(url: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-def test_addresses_that_are_some() -> None:
-    assert make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
+def test_addresses_that_are_some(tmp_path: Path) -> None:
+    config = make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
+    hosts = [server_arguments(config, tmp_path, torch.device("cpu"), url) for url in config.rollout.server.urls]
+    assert ["--host=::1" in hosts[0], "--host=a.example" in hosts[1]] == [True, True]
 
 
 AHEAD = {"max_staleness": 1, "correction": {"weights": "token"}}
