@@ -30,7 +30,7 @@ from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.engines import guard, pool
 from dapo_runner.engines.client import RolloutError, Server, ServerError
-from dapo_runner.engines.guard import CLAIM, OWNED, Guard, Ownership, model_facts
+from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, Guard, Ownership, model_facts
 from dapo_runner.engines.receiver import Receiver
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout
@@ -245,6 +245,18 @@ def test_a_request_that_ends_after_its_run_keeps_nobody_out(monkeypatch: pytest.
 
     assert asyncio.run(claims()) == [None, None]
     assert ownership.token == "b"
+
+
+def test_a_late_request_of_the_last_owner_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have been silent for longer than the lease between a claim and the request."""
+    monkeypatch.setattr(guard, "LEASE", 0.0)
+    ownership, model = Ownership(), {"layers": 2}
+    assert ownership.refuse("/pause", "")
+    asyncio.run(ownership.claim({"token": "a", "owner": "a", "model": model}, model))
+    assert ownership.refuse("/pause", "a") is None
+    assert ownership.refuse("/pause", "b")
+    assert ownership.refuse(RELEASE, "a") is None
+    assert ownership.refuse("/pause", "a")
 
 
 NO_ADDRESSES = ["localhost:8000", "http://a:99999", "http://a:0", "http://a b:1", "http://a..b:1", "http://a:1#b"]
