@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -50,9 +51,9 @@ STRICT_CUDA_FLAGS = ["--Werror", "all-warnings", "-Xptxas", "--warn-on-spills,--
 CUDA_KERNELS = ("cluster_loss", "sweep_loss", "slices", "tokens")
 GIB_PER_NVCC = 0.5
 
-SOURCES = ["csrc/bindings.cpp"] + [
-    f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "kept", "rows", "split_sum")
-]
+SOURCES = [f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "kept", "rows", "split_sum")]
+# Which sources a module was built from: dapo_kernels/backends/registry.py refuses one of others.
+DIGEST = runpy.run_path(str(ROOT / "dapo_kernels/backends/sources.py"))["digest"]()
 
 
 class NinjaBuild(build_ext):
@@ -156,8 +157,8 @@ def cuda_ninja_file(compiler: list[str], target: Path) -> str:
     toolkit = toolkit_of(nvcc)
     strict = STRICT_CUDA_FLAGS if os.environ.get("DAPO_KERNELS_CUDA") == "1" else []
     includes = [str(toolkit / "include"), pybind11.get_include(), sysconfig.get_paths()["include"]]
-    words = {"ARCHS": ";".join(archs), "TOOLKIT": ".".join(map(str, version))}
-    defines = [f'-DDAPO_CUDA_{name}="{value}"' for name, value in words.items()]
+    words = {"CUDA_ARCHS": ";".join(archs), "CUDA_TOOLKIT": ".".join(map(str, version)), "SOURCES": DIGEST}
+    defines = [f'-DDAPO_{name}="{value}"' for name, value in words.items()]
     flags = [
         *BASE_FLAGS,
         RELATIVE,
@@ -222,7 +223,8 @@ def ninja_file(compiler: list[str], target: Path) -> str:
     openmp = openmp_flags(compiler)
     flags = [*BASE_FLAGS, *openmp, *(f"-I{path}" for path in includes), *(["-DDAPO_X86"] if X86 else [])]
     objects, rules = [], []
-    units = [(source, Path(source).stem, []) for source in SOURCES]
+    units = [("csrc/bindings.cpp", "bindings", [f'-DDAPO_SOURCES="{DIGEST}"'])]
+    units += [(source, Path(source).stem, []) for source in SOURCES]
     units += [("csrc/cpu/row_kernels.cpp", isa, [f"-DDAPO_ISA={isa}", *extra]) for isa, extra in ISA_FLAGS.items()]
     for source, stem, extra in units:
         objects.append(f"{stem}.o")

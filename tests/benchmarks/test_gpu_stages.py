@@ -149,8 +149,8 @@ def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
 def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -> None:
     """In a copy of what the build reads. The CUDA device and the compilers are stubs."""
     copied = ("benchmarks/gpu.sh", "benchmarks/__init__.py", "dapo_kernels/__init__.py", "README.md", "LICENSE")
-    for name in (*copied, "pyproject.toml", "setup.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in (*copied, "dapo_kernels/backends/sources.py", "pyproject.toml", "setup.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
     (tmp_path / "recipes").mkdir()
