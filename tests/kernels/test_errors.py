@@ -313,7 +313,7 @@ def test_target_ids_out_of_range(backend: str, bad: int) -> None:
         dapo_loss(**{**good("dapo_loss"), "target_ids": torch.full((T,), V - 1)}, valid_vocab=V - 1)
 
 
-@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan])
+@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan, math.inf, 1e-40])
 def test_temperature_per_token_must_be_positive_where_live(backend: str, bad: float) -> None:
     temperature = torch.ones(T)
     temperature[3] = bad
@@ -343,7 +343,7 @@ WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), 
 # And values that are wrong for one of them.
 WRONG: dict[str, list[Any]] = {
     "denominator": [math.inf, True, Fraction(6), torch.tensor(0.0), torch.tensor(math.nan), torch.ones(2)],
-    "temperature": [1e-50, math.inf],
+    "temperature": [1e-50, 1e39, math.inf],
     "valid_vocab": [V + 1, True],
     "dual_clip": [1.0, 0.5],
     "clip_low": [1.1],
