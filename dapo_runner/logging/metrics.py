@@ -7,6 +7,7 @@ as an uninterrupted one. Wall-clock times go to `timings.jsonl`. Names are `area
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -32,9 +33,16 @@ class MetricsLog:
         events = read_jsonl(path) if path.exists() else []
         atomic_write(path, to_jsonl([event for event in events if event["step"] <= keep_through]), sync=True)
         self.path, self.found_through = path, max((event["step"] for event in events), default=0)
+        self._last = (-1, "", 0)  # step, kind and place of the event that was written last
 
     def write(self, step: int, kind: str, values: Mapping[str, float | int | str | None]) -> None:
-        """Append one event. NaN and infinities are written as null."""
+        """Append one event. It replaces the last one if that has the same step and kind: its write was interrupted.
+
+        NaN and infinities are written as null.
+        """
+        if (step, kind) != self._last[:2]:
+            self._last = step, kind, self.path.stat().st_size
+        os.truncate(self.path, self._last[2])
         append_jsonl(self.path, [{"step": step, "kind": kind, **jsonable(values)}], sync=True)
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.checkpoint import Checkpoint, writing
 from dapo_runner.config import Config, SftConfig
-from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, prefixed
+from dapo_runner.files import append_jsonl
+from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, jsonable, prefixed
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.logging.trackers import Trackers
 from dapo_runner.types import Group, PackedBatch, TrainingSequence
@@ -106,9 +107,9 @@ def log_changes(folder: Path, step: int, changes: Changes) -> None:
     if not changes:
         return  # do not create an empty file
     with _writing(folder, CHANGES_FILE):
-        log = MetricsLog(folder / CHANGES_FILE, keep_through=step)
-        for key, before, after in changes:
-            log.write(step, "change", {"key": key, "before": before, "after": after})
+        path = MetricsLog(folder / CHANGES_FILE, keep_through=step).path
+        rows = (jsonable({"key": key, "before": before, "after": after}) for key, before, after in changes)
+        append_jsonl(path, [{"step": step, "kind": "change", **row} for row in rows], sync=True)
 
 
 def _writing(folder: Path, name: str) -> AbstractContextManager[None]:

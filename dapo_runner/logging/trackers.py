@@ -46,6 +46,8 @@ class Trackers:
         self.trackers: dict[str, Any] = {}
         for name in config.logging.trackers:
             state = self.state.setdefault(name, {"id": None, "sent": {}})
+            if name == "tensorboard":  # replaces steps that are sent again
+                state["sent"] = {}
             try:
                 self.trackers[name] = _start(name, config, first_step, state)
             except Exception as error:
@@ -74,7 +76,7 @@ class Trackers:
     def _send(self, step: int, kind: str, send: Callable[[Any], None]) -> None:
         for name in list(self.trackers):
             sent = self.state[name]["sent"]
-            if step > sent.get(kind, -1) or name == "tensorboard":  # tensorboard replaces steps that are sent again
+            if step > sent.get(kind, -1):
                 sent[kind] = step
                 self._call(name, send)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo_runner.algorithms.advantage import make_sequences
@@ -14,7 +14,7 @@ from dapo_runner.checkpoint import take_snapshot
 from dapo_runner.data.dataset import Dataset
 from dapo_runner.evaluate import Evaluation, evaluate
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
-from dapo_runner.logging.metrics import METRICS_FILE, batch_metrics, prefixed, sampling_metrics
+from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metrics
 from dapo_runner.logging.run_log import RunLog
 from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.parallel.world import SINGLE_PROCESS
@@ -52,6 +52,7 @@ class Run(TrainingRun):
     owes_evaluation: bool  # whether to evaluate before the first step
     untrained: SampledStep | None = None  # taken from an asynchronous sampler, not trained on yet
     unlogged: TrainedStep | None = None
+    in_sync: dict[str, float] = field(default_factory=dict)  # metrics of the probe after the last trained step
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +90,7 @@ class Run(TrainingRun):
                 self.sampler.return_step(self.untrained)
             snapshot = take_snapshot(self.sampler)
         if self.unlogged is not None:
-            self.log_step({})
+            self.log_step()
         return snapshot
 
     # Sampling
@@ -170,14 +171,14 @@ class Run(TrainingRun):
         """Complete a step. From here on it can be saved, even if something after it fails."""
         with self.clock.phase("sync"):
             self.learner.move_reference()
-        self.unlogged, self.untrained = trained, None
+        self.unlogged, self.untrained, self.in_sync = trained, None, {}
         self.complete_step(trained.step)
 
-    def sync(self) -> dict[str, float]:
+    def sync(self) -> None:
         """Send the policy's weights to the engine and probe whether it has them. Raises OutOfSyncError."""
         with self.clock.phase("sync"):
             self.engine.sync(self.learner.policy)
-        return self.probe()
+        self.in_sync = self.probe()
 
     def probe(self) -> dict[str, float]:
         """Measure the difference between the log-probs of engine and trainer. Raises OutOfSyncError."""
@@ -193,20 +194,17 @@ class Run(TrainingRun):
 
     # Logging and evaluation
 
-    def log_step(self, in_sync: dict[str, float]) -> None:
-        """Log the last trained step. ``in_sync``: the metrics of the probe."""
+    def log_step(self) -> None:
+        """Log the last trained step. If this fails or is interrupted, it is repeated before the step is saved."""
         assert self.unlogged is not None
-        trained, self.unlogged = self.unlogged, None
-        try:
-            with self.clock.phase("log"):
-                self.speed = speed_metrics(self.learner.policy, trained.sequences, self.clock.so_far())
-                n_tokens = self.write(lambda log: self._log_step(log, trained, in_sync))
-        except BaseException:
-            self.progress.note(f"step {trained.step}: its line in {METRICS_FILE} may be missing")
-            raise
+        trained = self.unlogged
+        with self.clock.phase("log"):
+            self.speed = speed_metrics(self.learner.policy, trained.sequences, self.clock.so_far())
+            n_tokens = self.write(lambda log: self._log_step(log, trained))
+        self.unlogged = None
         self.early_stop.count(trained.step, n_tokens)
 
-    def _log_step(self, log: RunLog, trained: TrainedStep, in_sync: dict[str, float]) -> int:
+    def _log_step(self, log: RunLog, trained: TrainedStep) -> int:
         """Return the number of tokens that the engine generated."""
         step, sampled = trained.step, trained.sampled
         figures = (
@@ -215,7 +213,7 @@ class Run(TrainingRun):
             | batch_metrics(sampled.groups, step)
             | prefixed("segments", sampled.segments)
             | prefixed("train", trained.figures | pair_metrics(sampled.groups, self.config.preference))
-            | prefixed("sync", in_sync)
+            | prefixed("sync", self.in_sync)
         )
         if isinstance(self.sampler, AsynchronousSampler):
             figures |= prefixed("async", self.sampler.metrics(sampled.groups))
@@ -234,6 +232,7 @@ class Run(TrainingRun):
             self.stop.expect_step(math.inf)  # a step that is trained is saved before a kill; a resume evaluates it
             result = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
             metrics = self.write(lambda log: self._log_evaluation(log, step, result))
+        self.snapshot = take_snapshot(self.sampler)  # a resume does not evaluate again
         self.early_stop.observe(step, prefixed("eval", metrics))
         self.progress.evaluation(step, metrics)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -24,10 +25,11 @@ from small import AtPhase, Notes, config_in, events_of, steps_of
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.checkpoint import find_checkpoints
+from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
+from dapo_runner.logging import metrics
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.loop import train
@@ -80,6 +82,7 @@ def whole(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("probe", 4, 2 * [SIGINT], 3),
         ("pack", 5, 2 * [SIGINT], 2),  # two in a step
         ("optimizer", 7, 2 * [SIGINT], None),
+        ("log", 2, 2 * [SIGINT], 2),
         ("forward_backward", 3, [SIGINT], 2),  # once: the step is finished
         ("rollout", 3, [SIGTERM], 3),
         ("optimizer", 7, 3 * [SIGTERM], 2),  # from torchrun and its parent
@@ -100,6 +103,59 @@ def test_a_run_that_ends_in_any_phase_goes_on(ending: Ending, whole: Path, start
         assert [event["step"] for event in events_of(tmp_path / "small", "eval")] == [0]
     run = train(rare(tmp_path, start), Notes())
     assert without_sync(run) == without_sync(whole)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_written", "times", "saved"),
+    [
+        (KeyboardInterrupt, False, 1, [2]),
+        (KeyboardInterrupt, True, 1, [2]),
+        (OSError, False, 1, [2]),
+        (OSError, False, 2, []),  # the disk is still full: the step is trained again
+    ],
+)
+def test_a_saved_step_has_one_line(
+    error: type[BaseException],
+    is_written: bool,
+    times: int,
+    saved: list[int],
+    whole: Path,
+    start: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    append, failures = metrics.append_jsonl, iter(range(times))
+
+    def fail(path: Path, rows: list[dict[str, Any]], **options: Any) -> None:
+        fails = path.name == METRICS_FILE and (rows[0]["step"], rows[0]["kind"]) == (2, "step")
+        fails = fails and next(failures, None) is not None
+        if is_written or not fails:
+            append(path, rows, **options)
+        if fails:
+            raise error
+
+    monkeypatch.setattr(metrics, "append_jsonl", fail)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else CheckpointError):
+        train(rare(tmp_path, start), Notes())
+    assert saved_steps(tmp_path) == saved
+    again = train(rare(tmp_path, start), Notes())
+    assert (again / METRICS_FILE).read_bytes() == (whole / METRICS_FILE).read_bytes()
+
+
+def noisy(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
+    """A reward that draws from a generator of the run."""
+    return [float(len(one.text) % 2) + random.random() for one in completions]
+
+
+def test_a_resume_goes_on_with_the_generators_behind_the_evaluation(start: Path, tmp_path: Path) -> None:
+    def config(name: str) -> Config:
+        return rare(tmp_path, start, run={"name": name, "save_every": 2}, reward={"kind": "test_failures:noisy"})
+
+    whole = train(config("whole"), Notes())
+    with pytest.raises(LostError):
+        train(config("lost"), AtPhase("save", 1, send))  # after the evaluation
+    again = train(config("lost"), Notes())
+    assert (again / METRICS_FILE).read_bytes() == (whole / METRICS_FILE).read_bytes()
 
 
 def test_an_error_in_an_update_names_the_last_checkpoint(start: Path, tmp_path: Path) -> None:

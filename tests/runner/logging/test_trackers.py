@@ -140,6 +140,18 @@ def test_a_tracker_that_fails_ends_no_run(wandb: FakeWandb, tmp_path: Path, caps
     assert "wandb" in last
 
 
+def test_tensorboard_gets_a_step_once_per_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets the steps that are trained again; one whose line is written again is not one of them."""
+    sent: list[int] = []
+    tracker = types.SimpleNamespace(name="tensorboard", log=lambda values, step: sent.append(step))
+    monkeypatch.setattr("dapo_runner.logging.trackers._start", lambda *_: tracker)
+    for steps in ((1, 2, 2), (2, 3)):
+        trackers = open_one("tensorboard", tmp_path, steps[0])
+        for step in steps:
+            trackers.write(step, "step", {"train/loss": 0.5})
+    assert sent == [1, 2, 2, 3]
+
+
 def test_the_real_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
