@@ -11,7 +11,7 @@ groups of a prompt do not count, because the policy has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -26,8 +26,8 @@ class Curriculum:
         """Return whether to use a prompt in a rollout step (from 1) of an epoch (from 0). Each prompt is used later."""
         return True
 
-    def observe(self, groups: Iterable[Group], epoch: int) -> None:
-        """Record scored groups of prompts that were admitted."""
+    def observe(self, group: Group, epoch: int) -> None:
+        """Record a scored group of a prompt that was admitted in that epoch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -78,11 +78,10 @@ class ByLatestGroup(Curriculum):
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
         return epoch >= self.due.get(prompt.id, 0)
 
-    def observe(self, groups: Iterable[Group], epoch: int) -> None:
-        for group in groups:
-            self.due.pop(group.prompt.id, None)
-            if group.n_correct in (0, len(group.samples)):
-                self.due[group.prompt.id] = epoch + 1 + self.config.rest
+    def observe(self, group: Group, epoch: int) -> None:
+        self.due.pop(group.prompt.id, None)
+        if group.n_correct in (0, len(group.samples)):
+            self.due[group.prompt.id] = epoch + 1 + self.config.rest
 
     def state_dict(self) -> dict[str, Any]:
         return {"due": dict(self.due)}

@@ -205,6 +205,7 @@ class PromptCursor:
         self.prompts, self.heldout, self.seed = prompts, heldout, seed
         self.curriculum = curriculum or Curriculum()
         self.epoch = self.position = 0
+        self._taken_in = dict[str, int]()  # epochs by prompt id. Not saved: what is in flight is taken again
         self._order, self._data = self._shuffled(), self._fingerprint()
 
     def take(self, n: int, step: int = 1) -> list[Prompt]:
@@ -215,7 +216,9 @@ class PromptCursor:
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._shuffled()
             passing = [self.prompts[index] for index in self._order[self.position : self.position + n - len(taken)]]
-            taken += [prompt for prompt in passing if self.curriculum.admits(prompt, step, self.epoch)]
+            admitted = [prompt for prompt in passing if self.curriculum.admits(prompt, step, self.epoch)]
+            self._taken_in |= dict.fromkeys((prompt.id for prompt in admitted), self.epoch)
+            taken += admitted
             self.position += len(passing)
         return taken
 
@@ -225,8 +228,9 @@ class PromptCursor:
         return {"epoch": self.epoch, "position": self.position}
 
     def observe(self, groups: Iterable[Group]) -> None:
-        """Pass scored groups to the curriculum."""
-        self.curriculum.observe(groups, self.epoch)
+        """Pass scored groups of prompts that were taken to the curriculum."""
+        for group in groups:
+            self.curriculum.observe(group, self._taken_in[group.prompt.id])
 
     def state_dict(self) -> dict[str, Any]:
         curriculum = self.curriculum.state_dict()

@@ -53,7 +53,8 @@ def test_a_row_without_a_difficulty_is_named(value: object) -> None:
 def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str]:
     """Who is asked in an epoch, and answers so."""
     asked = names([prompt for prompt in PROMPTS if curriculum.admits(prompt, 1, epoch)])
-    curriculum.observe([make_group(pattern.get(name, "RW"), name) for name in asked], epoch)
+    for name in asked:
+        curriculum.observe(make_group(pattern.get(name, "RW"), name), epoch)
     return asked
 
 
@@ -67,6 +68,17 @@ def test_what_is_solved_or_hopeless_rests() -> None:
     walk = cursor(rest=3)  # when all rest, it goes on to when they do not
     walk.observe([make_group("RRRR", prompt.id) for prompt in walk.take(8)])
     assert (len(walk.take(8)), walk.epoch) == (8, 4)
+
+
+def test_a_prompt_rests_from_the_epoch_in_which_it_was_asked() -> None:
+    """Also if its round ends in the next one."""
+    walk = cursor(rest=1)
+    walk.take(6)
+    *last, _ = names(walk.take(3))
+    assert (walk.epoch, walk.position) == (1, 1)
+    walk.observe([make_group("RRRR", name) for name in last])
+    asked = [(*names(walk.take(1)), walk.epoch) for _ in range(5 + 8)]
+    assert sorted(epoch for name, epoch in asked if name in last) == [2, 2]
 
 
 @settings(max_examples=15)
