@@ -119,6 +119,13 @@ def begin(final: Path) -> Path:
     return unfinished
 
 
+def remove_old(checkpoints: Path, keep: int) -> None:
+    """Remove what is unfinished and all checkpoints but the newest ``keep``."""
+    for old in find_checkpoints(checkpoints)[:-keep]:
+        old.path.rename(old.path.with_name(old.path.name + UNFINISHED))  # after a kill the next save or start goes on
+    _remove_unfinished(checkpoints)
+
+
 def _remove_unfinished(checkpoints: Path) -> None:
     for leftover in checkpoints.glob(f"*{UNFINISHED}"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -134,9 +141,7 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     manifest = dict(entries) | {name: entry_of(path) for name, path in written.items() if name not in entries}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
     _move_into_place(unfinished)
-    for old in find_checkpoints(unfinished.parent)[:-keep]:
-        # Renamed first: after a kill or an error the next save removes the rest.
-        shutil.rmtree(old.path.rename(old.path.with_name(old.path.name + UNFINISHED)), ignore_errors=True)
+    remove_old(unfinished.parent, keep)
 
 
 def entry_of(path: Path) -> dict[str, Any]:

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
+from dapo_runner.checkpoint import (
+    BackgroundSaves,
+    Checkpoint,
+    Resumable,
+    checkpoint_to_resume,
+    load_checkpoint,
+    remove_old,
+)
 from dapo_runner.config import Config
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.files import read_jsonl
@@ -120,6 +127,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     """Find the checkpoint that a folder's run resumes from. Raises ConfigError, CheckpointError."""
     changes = check_same_run(config, folder, clears=True)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
+    remove_old(folder / CHECKPOINTS, config.run.keep)  # a kill may have interrupted that
     forked_at = config.run.forked_at if isinstance(config, Config) else 0
     if checkpoint is None:
         write_config(config, folder)

@@ -33,10 +33,12 @@ from dapo_runner.checkpoint import (
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
+from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
+from dapo_runner.run.start import find_start
 
 Parts = tuple[Learner, DynamicSampler]
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
@@ -149,6 +151,16 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(parts: Parts, tm
     assert steps_in(tmp_path) == [2, 3]
     assert not list(tmp_path.glob("*.unfinished"))
     assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_start_removes_what_the_last_save_of_a_run_left(saved: Path, tmp_path: Path) -> None:
+    """It was killed before it had removed the old checkpoint, or the rest of an older one."""
+    config = make_config(run={"output_dir": str(tmp_path), "keep": 1})
+    folder = shutil.copytree(saved, config.run_dir / CHECKPOINTS)
+    (folder / "step_000000.unfinished").mkdir()
+    start = find_start(config, config.run_dir)
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    assert start.last_completed_step == 2
 
 
 @pytest.mark.parametrize("room", [100, 1200, 3000, 60_000, 100_000])
