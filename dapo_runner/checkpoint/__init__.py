@@ -24,7 +24,7 @@ from dapo_runner.checkpoint.files import (
     find_checkpoints,
     is_whole,
     latest_checkpoint,
-    remove_old,
+    prune,
     writing,
 )
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint

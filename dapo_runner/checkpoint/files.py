@@ -119,7 +119,7 @@ def begin(final: Path) -> Path:
     return unfinished
 
 
-def remove_old(checkpoints: Path, keep: int) -> None:
+def prune(checkpoints: Path, keep: int) -> None:
     """Remove what is unfinished and all checkpoints but the newest ``keep``."""
     for old in find_checkpoints(checkpoints)[:-keep]:
         old.path.rename(old.path.with_name(old.path.name + UNFINISHED))  # after a kill the next save or start goes on
@@ -141,7 +141,7 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     manifest = dict(entries) | {name: entry_of(path) for name, path in written.items() if name not in entries}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
     _move_into_place(unfinished)
-    remove_old(unfinished.parent, keep)
+    prune(unfinished.parent, keep)
 
 
 def entry_of(path: Path) -> dict[str, Any]:

@@ -10,14 +10,7 @@ import numpy as np
 import torch
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import (
-    BackgroundSaves,
-    Checkpoint,
-    Resumable,
-    checkpoint_to_resume,
-    load_checkpoint,
-    remove_old,
-)
+from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint, prune
 from dapo_runner.config import Config
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.files import read_jsonl
@@ -62,6 +55,15 @@ class StartPoint:
         """The last step whose log lines are kept. Without a checkpoint, lines of an earlier attempt are removed."""
         return self.last_completed_step - self.is_new
 
+    def owes_evaluation(self, config: Config, ended_early: bool = False) -> bool:
+        """Return whether to evaluate before the first step: if the run is new or forked, or if the evaluation after the
+        saved step was interrupted, so that it is not in the log.
+        """
+        step, every = self.last_completed_step, config.run.eval_every
+        logged = {event["step"] for event in read_jsonl(config.run_dir / METRICS_FILE) if event["kind"] == "eval"}
+        due = self.is_new or ended_early or step == config.run.steps or is_due(every, step)
+        return due and step not in logged
+
 
 def open_run(config: Config, progress: Progress) -> Run:
     """Build the components of a run and load its last checkpoint, if any. Locks the folder until the run closes."""
@@ -96,8 +98,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     worker = RolloutWorker(engine, score, tokenizer, config.tree, episodes, world, context.clock, stop)
     log = open_log(config, start, trackers, context, tokenizer)
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
-    done = start.last_completed_step
-    owes_evaluation = world.broadcast_from_rank0(lambda: start.is_new or _missed_evaluation(config, done, early_stop))
+    owed = world.broadcast_from_rank0(lambda: start.owes_evaluation(config, early_stop.reason is not None))
     run = Run(
         context=context,
         config=config,
@@ -110,10 +111,10 @@ def _open_run(config: Config, context: RunContext) -> Run:
         stop=stop,
         early_stop=early_stop,
         background_saves=BackgroundSaves(world, config.parallel.timeout) if config.run.async_save else None,
-        last_completed_step=done,
-        owes_evaluation=bool(dataset.heldout) and owes_evaluation,
+        last_completed_step=start.last_completed_step,
+        owes_evaluation=bool(dataset.heldout) and owed,
     )
-    context.progress.start(done, config.run.steps)
+    context.progress.start(start.last_completed_step, config.run.steps)
     context.clock.lap()  # loading is not part of the first step
     return run
 
@@ -127,7 +128,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     """Find the checkpoint that a folder's run resumes from. Raises ConfigError, CheckpointError."""
     changes = check_same_run(config, folder, clears=True)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
-    remove_old(folder / CHECKPOINTS, config.run.keep)  # a kill may have interrupted that
+    prune(folder / CHECKPOINTS, config.run.keep)  # a kill may have interrupted that
     forked_at = config.run.forked_at if isinstance(config, Config) else 0
     if checkpoint is None:
         write_config(config, folder)
@@ -199,10 +200,3 @@ def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[
         if "sync/gap" in event:
             probe.remember(event["sync/gap"])
     return early_stop, probe
-
-
-def _missed_evaluation(config: Config, step: int, early_stop: EarlyStop) -> bool:
-    """Return whether the evaluation after a saved step failed, so that it is not in the log."""
-    logged = {event["step"] for event in read_jsonl(config.run_dir / METRICS_FILE) if event["kind"] == "eval"}
-    is_last = early_stop.reason is not None or step == config.run.steps
-    return (is_last or is_due(config.run.eval_every, step)) and step not in logged

@@ -49,7 +49,6 @@ class Run(TrainingRun):
     worker: RolloutWorker
     sync_probe: SyncProbe
     early_stop: EarlyStop
-    owes_evaluation: bool  # whether to evaluate before the first step
     untrained: SampledStep | None = None  # taken from an asynchronous sampler, not trained on yet
     unlogged: TrainedStep | None = None
     in_sync: dict[str, float] = field(default_factory=dict)  # metrics of the probe after the last trained step

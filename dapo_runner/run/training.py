@@ -35,6 +35,7 @@ class TrainingRun:
     log: RunLog | None  # on rank 0
     stop: StopRequest
     last_completed_step: int
+    owes_evaluation: bool  # whether to evaluate before the first step
     background_saves: BackgroundSaves | None = None  # with run.async_save
     stopping: bool = False  # after the step that is running
     is_updating: bool = False

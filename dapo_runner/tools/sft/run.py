@@ -39,9 +39,9 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
     with context.closed_on_error():
         opened = _open_sft(recipe, context)
     with opened as run:
-        if run.last_completed_step == 0:
-            run.evaluate(0)
-            run.end_step(0)
+        if run.owes_evaluation:
+            run.evaluate(run.last_completed_step)
+            run.end_step(run.last_completed_step)
         for step in range(run.last_completed_step + 1, run.config.run.steps + 1):
             run.train_step(step)
             if run.must_evaluate(step):
@@ -64,9 +64,9 @@ class SftRun(TrainingRun):
         sequences = self._sequences(self.sampler.take(self.config.mini_batch_size))
         (mini,) = self.learner.prepare(sequences)
         figures = self.update(mini, step)
-        self.complete_step(step)
         shown = prefixed("train", {name: figures[name] for name in FIGURES if name in figures})
         self.write(lambda log: log.figures(step, "step", shown))
+        self.complete_step(step)  # only now: a step that is saved has its line
         self.speed = speed_metrics(self.learner.policy, sequences, self.clock.so_far())
         self.progress.step(step, shown | {"loss": figures["loss"]}, self.clock.so_far(), self.speed)
 
@@ -116,6 +116,7 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
     seed_generators(config.run.seed)
     start = load_start(start, learner, cursor, context)
     log = open_log(recipe, start, trackers, context)
+    owed = world.broadcast_from_rank0(lambda: start.owes_evaluation(config))
     progress.start(start.last_completed_step, config.run.steps)
     context.clock.lap()  # loading is not part of the first step
     return SftRun(
@@ -126,5 +127,6 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
         log=log,
         stop=StopRequest(progress.note, config.run.grace),
         last_completed_step=start.last_completed_step,
+        owes_evaluation=bool(examples.heldout) and owed,
         examples=examples,
     )

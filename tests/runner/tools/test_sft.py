@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from dapo_runner.checkpoint import checkpoint_to_resume
 from dapo_runner.config import ConfigError, SftConfig, parse
 from dapo_runner.data.dataset import IN_HELDOUT
+from dapo_runner.logging.run_log import RunLog
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.folder import check_same_run, write_config
 from dapo_runner.tiny_model import make_tokenizer
@@ -137,11 +138,30 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_equals_an_uninterrupted_one(model_folder: Path, sums: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "call"),
+    [
+        ("forward_backward", 9),  # some way behind a checkpoint
+        ("evaluate", 2),  # which the next start makes up for
+        ("evaluate", 4),  # also the last one
+        ("log", 5),
+    ],
+)
+def test_an_interrupted_run_equals_an_uninterrupted_one(
+    phase: str, call: int, model_folder: Path, sums: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run(model_folder, sums, run={"name": "whole"})
     recipe = parse(recipe_of(model_folder, sums, run={"name": "lost"}), SftConfig)
-    with pytest.raises(KeyboardInterrupt):
-        sft(recipe, AtPhase("forward_backward", 9, interrupt))  # some way behind a checkpoint
+    write = RunLog.figures
+
+    def fail(log: RunLog, step: int, *figures: Any) -> None:
+        if (phase, call) == ("log", step):
+            raise KeyboardInterrupt
+        write(log, step, *figures)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "figures", fail)
+        sft(recipe, AtPhase(phase, call, interrupt))
     again = sft(recipe, Notes())
     assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     one, two = (checkpoint_to_resume(folder / "checkpoints") for folder in (whole, again))
