@@ -358,6 +358,20 @@ def test_a_program_ends_when_the_run_is_killed() -> None:
     wait_until(lambda: is_gone(sessions))
 
 
+@pytest.mark.usefixtures("judge")
+def test_a_program_does_not_start_without_a_reader_of_its_result() -> None:
+    """The run was killed when the process had its request, and had not told the kernel yet to end it with the run."""
+    limits = {"memory": 10**9, "seconds": 600.0, "readable": workers._readable()}
+    worker = workers.Worker((*workers._sandbox(), *workers.CODE_COMMAND), workers._ENVIRONMENT)
+    assert worker.process.stdout is not None
+    worker.process.stdout.close()
+    worker.send({"program": "import time\ntime.sleep(600)", **limits}, end=True)
+    try:
+        assert worker.process.wait(30) == 0
+    finally:
+        worker.kill()
+
+
 def confined_sessions(run: int) -> list[int]:
     """The children of a process in whose session a program has started: its system calls are filtered by then."""
     children = [int(status.partition("\nPid:")[2].split()[0]) for status in processes_with("PPid", run)]
