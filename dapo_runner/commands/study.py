@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -74,6 +75,7 @@ def _make_starts(starts: Mapping[Path, Config], jobs: int) -> None:
 
 def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun], jobs: int) -> int:
     failures: list[Failure] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save their step
     started, n_before = time.monotonic(), len(runs) - len(waiting)
     try:
         with closing(carry_out(waiting, jobs)) as ended:

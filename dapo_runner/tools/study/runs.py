@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections import deque
@@ -87,7 +86,7 @@ def _failure(run: StudyRun, code: int) -> Failure | None:
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # a SIGTERM that they had themselves, from a job scheduler, counts as the same
     until = time.monotonic() + GRACE
     for process in processes:
         try:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
@@ -32,14 +31,16 @@ from small import Dapo, small_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.commands import study as study_command
+from dapo_runner.commands.output import INTERRUPTED
 from dapo_runner.config import Config, ConfigError, dump_config, lay_settings, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig
 from dapo_runner.run.folder import write_config
+from dapo_runner.tools.study import runs as study_runs
 from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
 from dapo_runner.tools.study.page import write_page
 from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts
 from dapo_runner.tools.study.results import Estimate, by_variant, estimate, holm, paired_test, read_result
-from dapo_runner.tools.study.runs import Failure, carry_out
+from dapo_runner.tools.study.runs import Failure
 
 ROOT = Path(__file__).parents[4]
 VARIANTS = [
@@ -344,7 +345,7 @@ SCRIPT = """
 import pathlib, shutil, signal, sys, time
 recipe = pathlib.Path(sys.argv[1])
 print("hello from", recipe)
-signal.signal(signal.SIGINT, lambda *_: (recipe.with_suffix(".stopped").touch(), sys.exit(130)))
+signal.signal(signal.SIGTERM, lambda *_: (recipe.with_suffix(".stopped").touch(), sys.exit(130)))
 recipe.with_suffix(".began").touch()
 time.sleep(600 if recipe.parent.name == "short" else 0)
 if recipe.stem == "seed_5":
@@ -382,11 +383,22 @@ def test_what_ends_one_run_does_not_touch_the_others(
 
 
 @pytest.mark.usefixtures("_scripts")
-def test_closing_stops_the_runs_under_way(tmp_path: Path) -> None:
-    ends, _, waits, *_ = planned(tmp_path)[1]
-    with closing(carry_out([waits, *[ends] * 200], 2)) as ended:
-        assert any(waits.folder.with_suffix(".began").exists() for _ in ended)
+def test_sigterm_stops_the_runs_under_way(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does. The page is of the runs that are done."""
+    waits = planned(tmp_path, variants=[{"name": "short"}])[1][0]
+
+    def sleep(seconds: float) -> None:
+        if waits.folder.with_suffix(".began").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(study_runs, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not handled"))
+    try:
+        dapo("study", tmp_path / "study.yaml", code=INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert waits.folder.with_suffix(".stopped").exists()
+    assert (tmp_path / "s/study.md").exists()
 
 
 def test_what_the_documentation_shows() -> None:
