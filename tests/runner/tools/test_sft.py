@@ -159,9 +159,10 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
             raise KeyboardInterrupt
         write(log, step, *figures)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "figures", fail)
+    monkeypatch.setattr(RunLog, "figures", fail)
+    with pytest.raises(KeyboardInterrupt):
         sft(recipe, AtPhase(phase, call, interrupt))
+    monkeypatch.setattr(RunLog, "figures", write)
     again = sft(recipe, Notes())
     assert (again / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     one, two = (checkpoint_to_resume(folder / "checkpoints") for folder in (whole, again))
