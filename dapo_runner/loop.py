@@ -50,8 +50,7 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             updates = [run.update(mini, step) for mini in minis]
             trained = TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world))
             run.end_training(trained)
-            run.sync()
-            run.log_step()
+            run.log_step(run.sync())
             run.check_mismatch(trained)
             if run.must_evaluate(step):
                 run.evaluate(step)

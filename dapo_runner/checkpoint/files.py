@@ -100,7 +100,7 @@ def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Ite
     except (OSError, SafetensorError, FloatingPointError) as error:
 
         def describe() -> str:
-            _remove_unfinished(checkpoints)
+            prune(checkpoints)
             latest = latest_checkpoint(checkpoints)
             return f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
 
@@ -111,7 +111,7 @@ def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Ite
 def begin(final: Path) -> Path:
     """Create a temporary folder for a checkpoint. ``finish`` moves it to ``final``."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(final.parent)
+    prune(final.parent)
     if final.exists():  # it is damaged: the run would have resumed from a complete one
         shutil.rmtree(final)
     unfinished = final.with_name(final.name + UNFINISHED)
@@ -119,14 +119,10 @@ def begin(final: Path) -> Path:
     return unfinished
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove what is unfinished and all checkpoints but the newest ``keep``."""
-    for old in find_checkpoints(checkpoints)[:-keep]:
-        old.path.rename(old.path.with_name(old.path.name + UNFINISHED))  # after a kill the next save or start goes on
-    _remove_unfinished(checkpoints)
-
-
-def _remove_unfinished(checkpoints: Path) -> None:
+def prune(checkpoints: Path, keep: int | None = None) -> None:
+    """Remove unfinished checkpoints and, with ``keep``, all but the newest ones. After a kill, repeat it."""
+    for old in find_checkpoints(checkpoints)[:-keep] if keep else []:
+        old.path.rename(old.path.with_name(old.path.name + UNFINISHED))
     for leftover in checkpoints.glob(f"*{UNFINISHED}"):
         shutil.rmtree(leftover, ignore_errors=True)
 

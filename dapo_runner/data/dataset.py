@@ -216,9 +216,8 @@ class PromptCursor:
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._shuffled()
             passing = [self.prompts[index] for index in self._order[self.position : self.position + n - len(taken)]]
-            admitted = [prompt for prompt in passing if self.curriculum.admits(prompt, step, self.epoch)]
-            self._taken_in |= dict.fromkeys((prompt.id for prompt in admitted), self.epoch)
-            taken += admitted
+            taken += [prompt for prompt in passing if self.curriculum.admits(prompt, step, self.epoch)]
+            self._taken_in |= {prompt.id: self.epoch for prompt in passing}
             self.position += len(passing)
         return taken
 

@@ -33,13 +33,10 @@ class MetricsLog:
         events = read_jsonl(path) if path.exists() else []
         atomic_write(path, to_jsonl([event for event in events if event["step"] <= keep_through]), sync=True)
         self.path, self.found_through = path, max((event["step"] for event in events), default=0)
-        self._last = (-1, "", 0)  # step, kind and place of the event that was written last
+        self._last = (-1, "", 0)  # step, kind and place of the last event, which an interruption may have cut
 
     def write(self, step: int, kind: str, values: Mapping[str, float | int | str | None]) -> None:
-        """Append one event. It replaces the last one if that has the same step and kind: its write was interrupted.
-
-        NaN and infinities are written as null.
-        """
+        """Append one event. One of the same step and kind as the last replaces it. NaN and infinities become null."""
         if (step, kind) != self._last[:2]:
             self._last = step, kind, self.path.stat().st_size
         os.truncate(self.path, self._last[2])
@@ -49,10 +46,8 @@ class MetricsLog:
 def before_and_after(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the first and the last evaluation of a run, with a heading for each; empty without an evaluation."""
     evaluations = [event for event in read_jsonl(folder / METRICS_FILE) if event["kind"] == "eval"]
-    if not evaluations:
-        return {}
-    before, after = evaluations[0], evaluations[-1]
-    return {f"before (step {before['step']})": before, f"after (step {after['step']})": after}
+    ends = zip(("before", "after"), evaluations[:1] + evaluations[-1:], strict=False)
+    return {f"{when} (step {event['step']})": event for when, event in ends}
 
 
 def jsonable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,12 +103,11 @@ def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
 
 def log_changes(folder: Path, step: int, changes: Changes) -> None:
     """Write the settings that have changed from ``step`` on."""
-    changes = list(changes)
-    if not changes:
+    rows = [jsonable({"key": key, "before": before, "after": after}) for key, before, after in changes]
+    if not rows:
         return  # do not create an empty file
     with _writing(folder, CHANGES_FILE):
         path = MetricsLog(folder / CHANGES_FILE, keep_through=step).path
-        rows = (jsonable({"key": key, "before": before, "after": after}) for key, before, after in changes)
         append_jsonl(path, [{"step": step, "kind": "change", **row} for row in rows], sync=True)
 
 

@@ -56,13 +56,11 @@ class StartPoint:
         return self.last_completed_step - self.is_new
 
     def owes_evaluation(self, config: Config, ended_early: bool = False) -> bool:
-        """Return whether to evaluate before the first step: if the run is new or forked, or if the evaluation after the
-        saved step was interrupted, so that it is not in the log.
-        """
-        step, every = self.last_completed_step, config.run.eval_every
+        """Return whether to evaluate before the first step: at a start, or if a due evaluation is not in the log."""
+        step = self.last_completed_step
         logged = {event["step"] for event in read_jsonl(config.run_dir / METRICS_FILE) if event["kind"] == "eval"}
-        due = self.is_new or ended_early or step == config.run.steps or is_due(every, step)
-        return due and step not in logged
+        is_last = ended_early or step == config.run.steps
+        return step not in logged and (self.is_new or is_last or is_due(config.run.eval_every, step))
 
 
 def open_run(config: Config, progress: Progress) -> Run:

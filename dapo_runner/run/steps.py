@@ -51,7 +51,7 @@ class Run(TrainingRun):
     early_stop: EarlyStop
     untrained: SampledStep | None = None  # taken from an asynchronous sampler, not trained on yet
     unlogged: TrainedStep | None = None
-    in_sync: dict[str, float] = field(default_factory=dict)  # metrics of the probe after the last trained step
+    in_sync: dict[str, float] = field(default_factory=dict)  # metrics of the probe, of the unlogged step
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +89,7 @@ class Run(TrainingRun):
                 self.sampler.return_step(self.untrained)
             snapshot = take_snapshot(self.sampler)
         if self.unlogged is not None:
-            self.log_step()
+            self.log_step(self.in_sync)
         return snapshot
 
     # Sampling
@@ -173,11 +173,11 @@ class Run(TrainingRun):
         self.unlogged, self.untrained, self.in_sync = trained, None, {}
         self.complete_step(trained.step)
 
-    def sync(self) -> None:
+    def sync(self) -> dict[str, float]:
         """Send the policy's weights to the engine and probe whether it has them. Raises OutOfSyncError."""
         with self.clock.phase("sync"):
             self.engine.sync(self.learner.policy)
-        self.in_sync = self.probe()
+        return self.probe()
 
     def probe(self) -> dict[str, float]:
         """Measure the difference between the log-probs of engine and trainer. Raises OutOfSyncError."""
@@ -193,10 +193,10 @@ class Run(TrainingRun):
 
     # Logging and evaluation
 
-    def log_step(self) -> None:
-        """Log the last trained step. If this fails or is interrupted, it is repeated before the step is saved."""
+    def log_step(self, in_sync: dict[str, float]) -> None:
+        """Log the last trained step, with the metrics of the probe. If this fails, a save of the step repeats it."""
         assert self.unlogged is not None
-        trained = self.unlogged
+        trained, self.in_sync = self.unlogged, in_sync
         with self.clock.phase("log"):
             self.speed = speed_metrics(self.learner.policy, trained.sequences, self.clock.so_far())
             n_tokens = self.write(lambda log: self._log_step(log, trained))

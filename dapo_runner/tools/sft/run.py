@@ -116,7 +116,6 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
     seed_generators(config.run.seed)
     start = load_start(start, learner, cursor, context)
     log = open_log(recipe, start, trackers, context)
-    owed = world.broadcast_from_rank0(lambda: start.owes_evaluation(config))
     progress.start(start.last_completed_step, config.run.steps)
     context.clock.lap()  # loading is not part of the first step
     return SftRun(
@@ -127,6 +126,6 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
         log=log,
         stop=StopRequest(progress.note, config.run.grace),
         last_completed_step=start.last_completed_step,
-        owes_evaluation=bool(examples.heldout) and owed,
+        owes_evaluation=bool(examples.heldout) and world.broadcast_from_rank0(lambda: start.owes_evaluation(config)),
         examples=examples,
     )

@@ -86,7 +86,7 @@ def _failure(run: StudyRun, code: int) -> Failure | None:
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.terminate()  # a SIGTERM that they had themselves, from a job scheduler, counts as the same
+        process.terminate()  # not SIGINT: after a scheduler's SIGTERM to all processes it would not be the first signal
     until = time.monotonic() + GRACE
     for process in processes:
         try:
