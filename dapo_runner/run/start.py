@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint
+from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.files import read_jsonl
@@ -128,7 +129,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     return StartPoint(checkpoint, changes, checkpoint is None or checkpoint.step == forked_at)
 
 
-def load_start(start: StartPoint, learner: Learner, sampler: Resumable, context: RunContext) -> StartPoint:
+def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: RunContext) -> StartPoint:
     """Load the checkpoint, if any, into ``learner`` and ``sampler``. Return ``start`` with its changes. Collective."""
     if start.checkpoint is None:
         return start
