@@ -6,22 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from dapo_runner.config.data import DataConfig, EvalSetConfig, ProblemsConfig, PromptsConfig
 from dapo_runner.config.reward import AuxiliaryModel, JudgePrompt
 from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
-from dapo_runner.config.section import (
-    Check,
-    Folder,
-    MayChange,
-    Name,
-    NonNegativeInt,
-    Plain,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from dapo_runner.config.section import Check, Folder, MayChange, Name, NonNegativeInt, Plain, PositiveInt, Section
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig, OptimizerConfig
 

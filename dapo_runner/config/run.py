@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PositiveFloat
 
-from dapo_runner.config.section import Check, Folder, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import Check, Folder, MayChange, NonNegativeInt, PositiveInt, Section
 from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
 
 

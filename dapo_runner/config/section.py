@@ -43,8 +43,6 @@ Plain = Annotated[Any, BeforeValidator(read_plain)]  # for a setting of any type
 Int = Annotated[int, BeforeValidator(_read_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]

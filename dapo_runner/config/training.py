@@ -7,20 +7,9 @@ from collections.abc import Iterator
 from itertools import combinations_with_replacement
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from dapo_runner.config.section import (
-    BelowOne,
-    Check,
-    MayChange,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Plain,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-)
+from dapo_runner.config.section import BelowOne, Check, MayChange, NonNegativeInt, Plain, PositiveInt, Section, Share
 
 
 class WarmupConfig(Section):
