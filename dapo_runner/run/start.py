@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, checkpoint_to_resume, load_checkpoint
 from dapo_runner.config import Config
+from dapo_runner.data.curriculum import make_curriculum
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
@@ -24,10 +26,11 @@ from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.episodes import EpisodeRunner
+from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.worker import RolloutWorker
-from dapo_runner.run.builders import build_dataset, build_learner, build_sampler, initial_model
+from dapo_runner.run.builders import build_dataset, build_learner, initial_model
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_config
@@ -72,18 +75,21 @@ def _open_run(config: Config, context: RunContext) -> Run:
     source = world.broadcast_from_rank0(lambda: _start_model(config, start, context.progress))
     dataset = build_dataset(config, source, context)
     learner = build_learner(config, start.checkpoint, context)
-    sampler = build_sampler(config, dataset, context.progress)
+    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
+    sampler = DynamicSampler(cursor, GroupBuffer(config), context.progress.round)
     engine = world.run_or_raise_everywhere(lambda: engine_class(config).load(source, config, device, world, note))
     context.opened.callback(engine.close)
     trackers = open_trackers_on_rank0(config, start, context)
     # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
-    seed_generators(config.run.seed)
     start = load_start(start, learner, sampler, context)
     if engine.takes_adapters(config):
         engine.sync(learner.policy)
     if start.is_new and start.checkpoint:
         drop_incompatible_groups(sampler, config.run_dir, note)
-    score = _build_scorer(config, context)
+    score = Scorer(config)
+    if score.judge is not None:
+        score.judge.known.open(config.run_dir, world.rank, world.size)
     stop = StopRequest(note, config.run.grace)
     tokenizer = learner.policy.tokenizer
     episodes = world.run_or_raise_everywhere(lambda: EpisodeRunner(config, tokenizer) if config.env else None)
@@ -92,7 +98,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
     done = start.last_completed_step
     owes_evaluation = world.broadcast_from_rank0(lambda: start.is_new or _missed_evaluation(config, done, early_stop))
-    run = Run(
+    return Run(
         context=context,
         config=config,
         dataset=dataset,
@@ -107,9 +113,6 @@ def _open_run(config: Config, context: RunContext) -> Run:
         last_completed_step=done,
         owes_evaluation=bool(dataset.heldout) and owes_evaluation,
     )
-    context.progress.start(done, config.run.steps)
-    context.clock.lap()  # loading is not part of the first step
-    return run
 
 
 def _start_model(config: Config, start: StartPoint, progress: Progress) -> str | Path:
@@ -130,7 +133,13 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
 
 
 def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: RunContext) -> StartPoint:
-    """Load the checkpoint, if any, into ``learner`` and ``sampler``. Return ``start`` with its changes. Collective."""
+    """Seed the random generators. Load the checkpoint, if any, into them, ``learner`` and ``sampler``. Return ``start``
+    with its changes. Collective.
+    """
+    seed = learner.config.run.seed
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     if start.checkpoint is None:
         return start
     note, size = context.progress.note, context.world.size
@@ -143,12 +152,6 @@ def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: 
         return start
     note(f"ranks: {saved_size} → {size}. Weights, optimizer and groups are the same, rounding differs from here on")
     return replace(start, changes=[*start.changes, Change("ranks", saved_size, size)])
-
-
-def seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
@@ -175,13 +178,6 @@ def open_log(
         return log
 
     return context.world.run_on_rank0(open_here)
-
-
-def _build_scorer(config: Config, context: RunContext) -> Scorer:
-    score = Scorer(config)
-    if score.judge is not None:
-        score.judge.known.open(config.run_dir, context.world.rank, context.world.size)
-    return score
 
 
 def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[EarlyStop, SyncProbe]:

@@ -57,6 +57,8 @@ class TrainingRun:
 
     def __enter__(self) -> Self:
         self.stop.__enter__()
+        self.progress.start(self.last_completed_step, self.config.run.steps)
+        self.clock.lap()  # loading is not part of the first step
         return self
 
     def __exit__(
