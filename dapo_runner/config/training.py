@@ -201,7 +201,3 @@ class ParallelConfig(Section):
     sequence: PositiveInt = 1  # sequence parallelism: GPUs that share the positions of one micro-batch
     rollout_tensor: PositiveInt = 1  # tensor parallelism of the rollout engine: GPUs per copy of its weights
     timeout: PositiveFloat = 1800.0  # seconds that a rank waits for another rank
-
-    def checks(self) -> Iterator[Check]:
-        for name in ("sequence", "rollout_tensor", "replicate"):
-            yield name, self.gpus == 1 or self.gpus % getattr(self, name) == 0, f"a divisor of gpus={self.gpus}"

@@ -306,7 +306,6 @@ REFUSED = [
     ("advantage.kind=magic", "advantage.kind", "module:function", "magic"),
     ("advantage.kind=gae", "critic", "null"),
     (f"{GAE} critic.warmup_steps=3 run.steps=3", "critic.warmup_steps", "3"),
-    ("parallel.gpus=3 parallel.sequence=2", "parallel.sequence", "gpus=3", "2"),
     ("env={}", "env.kind", "env.tools"),
     ("env.tools=[search]", "env.tools", "module:name", "search"),
     (f"{CHAIN} rollout.stop=[.]", "advantage.segments", "rollout.stop"),
