@@ -83,11 +83,6 @@ class LoggingConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dapo"  # project in the trackers; for MLflow the experiment
 
-    @property
-    def n_samples(self) -> int:
-        """Number of responses in the trackers' table of a step or an evaluation, each of another group."""
-        return 8 if self.rollouts.groups is None else min(8, self.rollouts.groups)
-
 
 class TrainingConfig(Section):
     """The sections that `dapo train` and `dapo sft` share."""
