@@ -65,9 +65,7 @@ def _stage(
         unfinished = world.broadcast_from_rank0(lambda: files.begin(path))
         _write_settings(learner.policy, unfinished)
         weights = model_files.stage_model(learner.policy, copied=copied)
-    tensors = optimizer.optimizer_tensors(learner)
-    if copied:
-        tensors = optimizer.stage(tensors)
+    tensors = optimizer.optimizer_tensors(learner, copied=copied)
 
     def write_own(world: World, written: list[Path]) -> tuple[dict[str, Any], dict[str, int]]:
         """Write this rank's weights. Return the manifest entries of its files and the sizes of its weights."""
