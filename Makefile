@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
+SOURCES := setup.py dapo_kernels/backends/sources.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
 .PHONY: demo test test-elsewhere test-ranks test-vllm sanitize mutants lint format bench docs gpu wheel kernel-repository install clean
 

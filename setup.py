@@ -3,7 +3,7 @@ build for every torch version. The CUDA module carries its runtime and imports o
 
 Environment:
     DAPO_KERNELS_CPP=0       install the pure-torch package without a compiler.
-    DAPO_KERNELS_CUDA=1      demand the CUDA module: no nvcc is an error. 0: leave it out.
+    DAPO_KERNELS_CUDA=1      demand the CUDA module: no nvcc, or one that fails, is an error. 0: leave it out.
     DAPO_KERNELS_CUDA_ARCHS  what to compile for instead of all of ARCHITECTURES that nvcc knows, e.g. "80;90a" or
                              "90+PTX": compute capabilities without the dot, +PTX for later GPUs too.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 # Errors name files by their path in the source tree.
@@ -50,9 +52,9 @@ STRICT_CUDA_FLAGS = ["--Werror", "all-warnings", "-Xptxas", "--warn-on-spills,--
 CUDA_KERNELS = ("cluster_loss", "sweep_loss", "slices", "tokens")
 GIB_PER_NVCC = 0.5
 
-SOURCES = ["csrc/bindings.cpp"] + [
-    f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "kept", "rows", "split_sum")
-]
+SOURCES = [f"csrc/cpu/{name}.cpp" for name in ("dispatch", "huge_pages", "kept", "rows", "split_sum")]
+# Which sources a module was built from: dapo_kernels/backends/registry.py refuses one of others.
+DIGEST = runpy.run_path(str(ROOT / "dapo_kernels/backends/sources.py"))["digest"]()
 
 
 class NinjaBuild(build_ext):
@@ -65,7 +67,9 @@ class NinjaBuild(build_ext):
         (build / "build.ninja").write_text(text)
         ninja = shutil.which("ninja") or str(Path(sys.executable).with_name("ninja"))
         jobs = ["-j", str(cuda_jobs())] if ext.name == CUDA.name else []
-        subprocess.run([ninja, "-C", str(build), *jobs], check=True, stdout=sys.stderr)
+        if subprocess.run([ninja, "-C", str(build), *jobs], stdout=sys.stderr).returncode:
+            setting = "DAPO_KERNELS_CUDA" if ext.name == CUDA.name else "DAPO_KERNELS_CPP"
+            raise CompileError(f"a compiler failed, see above. {setting}=0 leaves {ext.name} out.")
 
 
 def cxx() -> list[str]:
@@ -94,10 +98,10 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
 
 def toolkit_of(nvcc: str) -> Path:
     """Where its headers and libraries lie: ``nvcc`` itself may be a script elsewhere."""
-    text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=True).stderr
+    text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     found = re.search(r"^#\$ TOP=(.*)$", text, re.MULTILINE)
     if found is None:
-        sys.exit(f"dapo-kernels: {nvcc} --dryrun does not say where its toolkit is:\n{text}")
+        raise CompileError(f"{nvcc} --dryrun does not say where its toolkit is:\n{text}")
     return Path(found[1]).resolve()
 
 
@@ -156,8 +160,8 @@ def cuda_ninja_file(compiler: list[str], target: Path) -> str:
     toolkit = toolkit_of(nvcc)
     strict = STRICT_CUDA_FLAGS if os.environ.get("DAPO_KERNELS_CUDA") == "1" else []
     includes = [str(toolkit / "include"), pybind11.get_include(), sysconfig.get_paths()["include"]]
-    words = {"ARCHS": ";".join(archs), "TOOLKIT": ".".join(map(str, version))}
-    defines = [f'-DDAPO_CUDA_{name}="{value}"' for name, value in words.items()]
+    words = {"CUDA_ARCHS": ";".join(archs), "CUDA_TOOLKIT": ".".join(map(str, version)), "SOURCES": DIGEST}
+    defines = [f'-DDAPO_{name}="{value}"' for name, value in words.items()]
     flags = [
         *BASE_FLAGS,
         RELATIVE,
@@ -168,7 +172,7 @@ def cuda_ninja_file(compiler: list[str], target: Path) -> str:
     folders = (toolkit / name for name in ("lib64", "lib", "lib/x64"))
     runtime = next((x for x in (folder / "libcudart_static.a" for folder in folders) if x.exists()), None)
     if runtime is None:
-        sys.exit(f"dapo-kernels: {toolkit} has no libcudart_static.a; DAPO_KERNELS_CUDA=0 leaves the CUDA module out.")
+        raise CompileError(f"{toolkit} has no libcudart_static.a; DAPO_KERNELS_CUDA=0 leaves the CUDA module out.")
     objects = [*(f"{name}.o" for name in CUDA_KERNELS), "launch.o", "bindings_cuda.o"]
     code = [generated_code(arch) for arch in archs]
     link_flags = ["-lrt", "-ldl", "-lpthread", "-Wl,--exclude-libs,ALL"]
@@ -222,7 +226,8 @@ def ninja_file(compiler: list[str], target: Path) -> str:
     openmp = openmp_flags(compiler)
     flags = [*BASE_FLAGS, *openmp, *(f"-I{path}" for path in includes), *(["-DDAPO_X86"] if X86 else [])]
     objects, rules = [], []
-    units = [(source, Path(source).stem, []) for source in SOURCES]
+    units = [("csrc/bindings.cpp", "bindings", [f'-DDAPO_SOURCES="{DIGEST}"'])]
+    units += [(source, Path(source).stem, []) for source in SOURCES]
     units += [("csrc/cpu/row_kernels.cpp", isa, [f"-DDAPO_ISA={isa}", *extra]) for isa, extra in ISA_FLAGS.items()]
     for source, stem, extra in units:
         objects.append(f"{stem}.o")
@@ -253,7 +258,8 @@ def _escape(path: Path) -> str:
 
 
 CPU = Extension("dapo_kernels._C", sources=[])
-CUDA = Extension("dapo_kernels._cuda", sources=[])
+# Optional: where it raises CompileError, setuptools prints the error and goes on.
+CUDA = Extension("dapo_kernels._cuda", sources=[], optional=os.environ.get("DAPO_KERNELS_CUDA") != "1")
 
 
 def index_page() -> str:

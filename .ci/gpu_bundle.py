@@ -2,10 +2,10 @@
 
     python .ci/gpu_bundle.py [--all] [build/gpu-bundle]
 
-Part 1 has what most machines with torch lack: packages of the runner, and the peers. ``--all`` adds the compiler of
-quack's kernels and Liger's scaled cross-entropy, in further parts. A file that is larger than a part is cut;
-``gpu.sh`` joins the pieces. Every part names the commit, because a copied tree has no .git. vLLM and the weights of a
-model are too large: gpu-5-run.txt names what stage 5 took instead.
+Part 1 has what most machines with torch lack: packages of the build and of the runner, and the peers. ``--all`` adds
+the compiler of quack's kernels and Liger's scaled cross-entropy, in further parts. A file that is larger than a part is
+cut; ``gpu.sh`` joins the pieces. Every part names the commit, because a copied tree has no .git. vLLM and the weights
+of a model are too large: gpu-5-run.txt names what stage 5 took instead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PART_BYTES = 50 * 2**20  # a call takes 64 MiB, and the checkout is one of 10
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34)] + ["manylinux2014_x86_64"]
 TARGET = ["--only-binary=:all:", "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS)]
-WHOLE = ("pydantic",)  # with the dependencies, whose versions must match
+WHOLE = ("pydantic", "pytest")  # with the dependencies, whose versions must match
 # Without them: they would bring another torch, and most are there.
-ALONE = ("datasets", "dill", "multiprocess", "setuptools")
+ALONE = ("datasets", "dill", "multiprocess", "ninja", "pybind11", "setuptools")
 LARGE = ("nvidia-cutlass-dsl-libs-cu13",)
 
 

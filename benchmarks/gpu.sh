@@ -69,6 +69,8 @@ for wanted in sys.argv[1:]:
 pip_install() {
     "$PYTHON" -m pip --python "$VENV/bin/python" install --quiet --disable-pip-version-check --retries 1 --timeout 10 "$@"
 }
+pip_install --help >/dev/null 2>&1 ||
+    echo "make gpu: $PYTHON has no pip from version 22.3 on: what is absent cannot be installed" | tee -a "$LOG"
 install() { pip_install "$@" >>"$LOG" 2>&1 || { echo "could not install $*" | tee -a "$LOG" && return 1; }; }
 if [ -n "${WHEELS:-}" ]; then
     joined=$(mktemp -d)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,8 +26,8 @@ from benchmarks.problem import Problem
 from benchmarks.truth import Result
 
 # Chosen on 512 tokens × V 49152 × H 576 in bfloat16, one AVX-512 core: three bare GEMMs 0.32 s, eager 0.61 s.
-# torch's linear_cross_entropy: 17 s with default options (chunks of 8 tokens, float32 GEMMs), 2.4 s with its default
-# policy in one chunk, 0.6 s with the "balanced" policy in chunks of 512.
+# torch's linear_cross_entropy: 17 s with its defaults (chunks of 8 tokens, float32 GEMMs), 2.4 s with their policy in
+# one chunk, 0.6 s with the "balanced" policy in chunks of 512. On CUDA its defaults, which were measured there, stay.
 _CHUNK_TOKENS = 512
 # TRL's chunked log-probs: 2.4 s with its default tile, 2.5 s with 16384 and with the whole vocabulary.
 # Liger: 1.4 s with its loss compiled or not; its default, compiled, stays.
@@ -37,8 +38,8 @@ Find = Callable[[Problem], Callable[..., Any]]
 
 
 def _from_losses(problem: Problem, losses: Callable[..., Tensor]) -> Run:
-    """Return the call of a function (logits, ids) or (hidden, weight, ids) → losses [N]."""
-    return from_logprobs(problem, lambda *leaves: (-losses(*leaves, problem.tokens.target_ids), None))
+    """Return the call of a function (logits, ids) or (hidden, weight, ids) → losses [N] without a reduction."""
+    return from_logprobs(problem, lambda *leaves: (-losses(*leaves, problem.tokens.target_ids, reduction="none"), None))
 
 
 def _from_mean(problem: Problem, mean: Callable[..., Tensor]) -> Run:
@@ -125,24 +126,30 @@ def _liger_hidden(problem: Problem) -> Callable[..., Any]:
 
     def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
         states = hidden.view(batch, -1, hidden.shape[-1])
-        return loss(states, weight, ids, mask, advantages, old_per_token_logps=old)[0]
+        with ExitStack() as after:
+            if problem.config.device == "cuda":  # its backward, in here, has float32 products: with TF32
+                after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+                torch.set_float32_matmul_precision("high")
+            return loss(states, weight, ids, mask, advantages, old_per_token_logps=old)[0]
 
     return loss_of
 
 
+_MEAN: dict[str, Any] = {"call": _from_mean, "device": "cuda", "takes": is_cross_entropy}
 _TORCH: dict[str, Any] = {"call": _from_losses, "takes": _no_entropy, "rounds_softmax": True}
-_CHUNKED = f"torch's own, reduction none, balanced, chunks of {_CHUNK_TOKENS}"
+_CHUNKED = f"torch's own, reduction none; its defaults, on a CPU balanced, chunks of {_CHUNK_TOKENS}"
 
 
 @_peer("linear_cross_entropy", "torch's own, reduction none, logits held", "hidden", **_TORCH)
 def _torch_linear(problem: Problem) -> Callable[..., Any]:
-    return functools.partial(F.linear_cross_entropy, reduction="none")
+    return F.linear_cross_entropy
 
 
+@_peer("linear_cross_entropy, chunked, mean", "torch's own, its defaults", "hidden", rounds_softmax=True, **_MEAN)
 @_peer("linear_cross_entropy, chunked", _CHUNKED, "hidden", **_TORCH)
 def _torch_chunked(problem: Problem) -> Callable[..., Any]:
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_TOKENS, acc_policy="balanced")
-    return functools.partial(F.linear_cross_entropy, reduction="none", options=options)
+    on_cpu = {"batch_chunk_size": _CHUNK_TOKENS, "acc_policy": "balanced"} if problem.config.device == "cpu" else {}
+    return functools.partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions(**on_cpu))
 
 
 # --- on CUDA devices only ---------------------------------------------------------------------------------------------
@@ -184,14 +191,13 @@ _QUACK = "quack.linear_cross_entropy"
 @_peer("quack cross_entropy", "in place", "logits", "quack.cross_entropy", destroys_logits=True, **_LOSSES)
 def _quack_logits(problem: Problem) -> Callable[..., Any]:
     function, in_place = import_module("quack.cross_entropy").cross_entropy, problem.config.mode == "train"
-    return functools.partial(function, reduction="none", inplace_backward=in_place)
+    return functools.partial(function, inplace_backward=in_place)
 
 
 @_peer("quack linear_cross_entropy", "reduction none, in place, logits held", "hidden", _QUACK, **_LOSSES)
 def _quack_linear(problem: Problem) -> Callable[..., Any]:
     function, in_place = import_module(_QUACK).linear_cross_entropy_func, problem.config.mode == "train"
-    losses = functools.partial(function, reduction="none", inplace_backward=in_place)
-    return lambda hidden, weight, ids: losses(hidden, weight, None, ids)
+    return lambda hidden, weight, ids, **how: function(hidden, weight, None, ids, inplace_backward=in_place, **how)
 
 
 _CUT = "cut_cross_entropy"
@@ -199,7 +205,7 @@ _CUT = "cut_cross_entropy"
 
 @_peer("cut-cross-entropy", "apple's default, reduction none: small gradients left out", "hidden", _CUT, **_LOSSES)
 def _cut(problem: Problem, filter_eps: str | None = "high") -> Callable[..., Any]:
-    return functools.partial(import_module(_CUT).linear_cross_entropy, reduction="none", filter_eps=filter_eps)
+    return functools.partial(import_module(_CUT).linear_cross_entropy, filter_eps=filter_eps)
 
 
 @_peer("cut-cross-entropy, unfiltered", "apple's, reduction none, filter_eps=None", "hidden", _CUT, **_LOSSES)
@@ -252,7 +258,6 @@ def _liger_scaled(problem: Problem) -> Callable[..., Any]:
     return logprobs_of
 
 
-_MEAN: dict[str, Any] = {"call": _from_mean, "device": "cuda", "takes": is_cross_entropy}
 _LIGER_FUNCTIONS = "liger_kernel.transformers.functional"
 
 

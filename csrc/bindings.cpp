@@ -61,6 +61,7 @@ void round_split(uintptr_t high, uintptr_t low, int64_t n, int threads) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "CPU kernels of dapo_kernels";
+  m.attr("sources") = DAPO_SOURCES;
   const py::call_guard<py::gil_scoped_release> no_gil;
 
   dapo::bind_structs(m);

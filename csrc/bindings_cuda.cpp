@@ -47,6 +47,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of dapo_kernels";
   m.attr("architectures") = DAPO_CUDA_ARCHS;
   m.attr("toolkit") = DAPO_CUDA_TOOLKIT;
+  m.attr("sources") = DAPO_SOURCES;
   const py::call_guard<py::gil_scoped_release> no_gil;
 
   dapo::bind_structs(m);
@@ -56,6 +57,7 @@ PYBIND11_MODULE(_cuda, m) {
       .value("sweep", cuda::Path::sweep)
       .value("split", cuda::Path::split);
 
+  m.def("device_error", &cuda::device_error, no_gil);
   m.def("workspace_bytes", &cuda::workspace_bytes, "logits"_a);
   m.def("choose_path", &cuda::choose_path, no_gil, "logits"_a);
   m.def("row_stats", &row_stats, no_gil, "logits"_a, "tokens"_a, "softcap"_a, "out"_a, "workspace"_a, "stream"_a);

@@ -3,6 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "params.h"
 
 namespace dapo {
@@ -30,11 +33,20 @@ inline TokenOutputs make_outputs(uintptr_t logprobs, uintptr_t norm, uintptr_t e
           pointer<float>(ref_kl),   pointer<uint8_t>(idle), pointer<float>(d_logprobs), pointer<float>(d_log_ratio)};
 }
 
+// The name of this index; one that is not known must not be taken for the last one in a kernel.
+template <class Name> Name name_of(float index, Name last, const char* what) {
+  if (!(index >= 0.0f && index <= static_cast<float>(last))) {
+    throw std::invalid_argument(std::string(what) + ": expected 0 to " + std::to_string(static_cast<int>(last)) +
+                                ", got " + std::to_string(index));
+  }
+  return static_cast<Name>(static_cast<int>(index));
+}
+
 // Argument order: surrogate.ObjectiveScalars.pack().
 inline Objective make_objective(float surrogate, double clip_low, double clip_high, float dual_clip, float tau_positive,
                                float tau_negative, float kl_coef, float kl_estimator, float kl_through_ratio) {
-  return {static_cast<Surrogate>(static_cast<int>(surrogate)),
-          static_cast<KlEstimator>(static_cast<int>(kl_estimator)),
+  return {name_of(surrogate, Surrogate::up, "surrogate"),
+          name_of(kl_estimator, KlEstimator::k3, "kl_estimator"),
           static_cast<float>(1.0 - clip_low),
           static_cast<float>(1.0 + clip_high),
           dual_clip,

@@ -146,6 +146,7 @@ DAPO_HOST_DEVICE void kl_term(float logprob, float ref_logprob, KlEstimator esti
 
 DAPO_HOST_DEVICE TokenLoss token_objective(float logprob, float log_ratio, float advantage, float ref_logprob,
                                            float importance_weight, const Objective& o) {
+  // The last branch is dppo_tv and dppo_kl: the bindings refuse an index that is not of Surrogate.
   TokenLoss out = o.surrogate == Surrogate::clip    ? clip_term(log_ratio, advantage, o)
                   : o.surrogate == Surrogate::cispo ? cispo_term(logprob, log_ratio, advantage, o)
                   : o.surrogate == Surrogate::sapo  ? sapo_term(log_ratio, advantage, o)

@@ -115,7 +115,7 @@ def linear_distillation_loss(
     weights = token_weights(OBJECTIVES["dapo"], live, mask is None, None, 0, count, layout.dtype)
     no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=layout.device)
     request = layout.request(no_targets, temperature, live, want_entropy=False)
-    needs = Needs.of([torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in head])
+    needs = Needs.of_head(head)
     weights, unit = gradient_unit(head.hidden.dtype, weights)
     out = linear_divergence(head, ref, request, weights, float(beta), needs, plan)
     return DistillationOutput(out.loss / unit, out.divergence.view(layout.shape))

@@ -158,7 +158,7 @@ class Layout:
             raise TypeError(
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
             )
-        if not torch.finfo(self.dtype).tiny <= value < math.inf:
+        if not torch.finfo(self.dtype).tiny <= value <= torch.finfo(self.dtype).max:
             raise self.fail("temperature", f"at least {torch.finfo(self.dtype).tiny:.3g} and finite", value)
         return float(value), None
 

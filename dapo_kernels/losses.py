@@ -206,8 +206,8 @@ def linear_dapo_loss(
             one. With ``group``, b has this rank's rows and a is the same on all ranks. Default: None.
         softcap: c of c·tanh(logits/c), applied before the temperature. Default: None.
         float32_logits: keep the logits of 16-bit inputs in float32. Default: False, they are rounded to the inputs'
-            dtype, as in most models and rollout engines. Match the engine: otherwise the ratio contains the difference.
-            On the CPU this product runs at the float32 rate.
+            dtype, as in most models and rollout engines, on a CPU also after a softcap. Match the engine: otherwise the
+            ratio contains the difference. On the CPU this product runs at the float32 rate.
         chunk_bytes: size of the logits buffer, the only O(V) memory per token. Default: None (192 MiB, on a
             GPU 1 GiB; more if a single chunk then avoids the float32 running sum of the weight's gradient).
         host_sync: on a GPU, whether the call may wait for the device once per pass to learn the number of live tokens.
@@ -382,7 +382,7 @@ def _from_hidden(
         call, request = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
     head, plan = shared_plan(layout, shard, head, plan, request, call)
     call = call.shared_by(None if shard is None else shard.group)
-    needs = Needs.of([torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in head])
+    needs = Needs.of_head(head)
     if not any(needs) or not (call.one_visit or call.one_visit_user_loss):
         stats = from_hidden.linear_stats(head, request, plan)
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)

@@ -7,10 +7,11 @@ fields can be the schema of an operator in ``engine/operators.py``. A new option
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 
 
@@ -184,6 +185,17 @@ class Needs(NamedTuple):
     def of(cls, flags: Sequence[bool]) -> Needs:
         """Select from ``flags``: one per field of ``Head``; further flags are ignored."""
         return cls(*[flags[i] for i in _OF_HEAD])
+
+    @classmethod
+    def of_head(cls, head: Head) -> Needs:
+        """Return which parts of ``head`` require a gradient, if autograd records."""
+        return cls.of([torch.is_grad_enabled() and _requires_grad(x) for x in head])
+
+
+def _requires_grad(x: Any) -> bool:
+    while isinstance(x, Tensor) and not torch.compiler.is_compiling() and _functorch.is_batchedtensor(x):
+        x = _functorch.get_unwrapped(x)  # under vmap a batched tensor itself requires none
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 class Plan(NamedTuple):

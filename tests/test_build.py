@@ -42,6 +42,32 @@ def test_what_cannot_be_built_is_named_in_one_line(
     assert all(word in result.stderr.strip().splitlines()[-1] for word in words)
 
 
+@pytest.mark.parametrize("demanded", [False, True])
+def test_an_nvcc_that_fails_leaves_the_cpu_module(demanded: bool, tmp_path: Path) -> None:
+    """The compilers are stubs."""
+    stubs = {
+        "nvcc": f"""case "$1" in
+            --version) echo release 12.8;;
+            --dryrun) echo '#$ TOP={tmp_path}' >&2;;
+            *) echo unsupported GNU version >&2; exit 1;;
+        esac""",
+        "g++": 'until [ "$1" = -o ]; do shift; done; touch "$2" "$2.d"',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libcudart_static.a").touch()
+    environment = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]), "CXX": "g++"}
+    environment |= {"CUDA_HOME": str(tmp_path / "none"), "CUDA_PATH": "", "DAPO_KERNELS_CUDA_ARCHS": "90a"}
+    result = build(tmp_path / "build", **environment, DAPO_KERNELS_CUDA="1" if demanded else "")
+    assert (result.returncode == 0) != demanded, result.stderr
+    assert "unsupported GNU version" in result.stderr
+    assert "DAPO_KERNELS_CUDA=0" in result.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert [path.name.partition(".")[0] for path in (tmp_path / "build").rglob("*.so")] == ["_C"]
+
+
 @pytest.mark.parametrize("archs", ["hopper", "75", "90a;;80"])
 def test_architectures_that_cannot_be(archs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The function alone: an nvcc is not everywhere."""

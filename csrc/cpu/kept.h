@@ -13,7 +13,7 @@ struct KeptIds {
 
 // Copies the kept logits of live rows to `kept`, in the same order, and to places[r] where the row's target is among
 // them. The answer is false when some live row keeps an id that is no column, or not its target, or has a temperature
-// that is not positive. With `partial`, where the lists are those of longer rows, the first two are no fault: what is in
+// that is no temperature. With `partial`, where the lists are those of longer rows, the first two are no fault: what is in
 // another part is -inf here, and a place may be -1.
 bool gather_kept(const Rows& logits, const TokenInputs& tokens, const KeptIds& list, bool partial, const Rows& kept,
                  int64_t* places, int threads);

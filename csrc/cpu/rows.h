@@ -5,7 +5,7 @@
 
 namespace dapo {
 
-enum class InputFault : int32_t { none = 0, target_out_of_range = 1, temperature_not_positive = 2 };
+enum class InputFault : int32_t { none = 0, target_out_of_range = 1, bad_temperature = 2 };
 
 struct Fault {
   InputFault kind;

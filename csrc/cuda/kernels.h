@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "../params.h"
 #include "../row_math.h"
@@ -32,6 +33,9 @@ struct Operands {
 struct GradInputs {
   const float *norm, *entropy, *d_logprobs, *d_entropy;
 };
+
+// Why the runtime, which is linked in, finds no device: the driver may be too old for it. "" if it finds one.
+std::string device_error();
 
 // Scratch memory that row_stats, row_grad and row_loss want, aligned to 16 bytes.
 int64_t workspace_bytes(const Rows& logits);

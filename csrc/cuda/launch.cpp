@@ -64,6 +64,14 @@ Device current_device() {
   return device;
 }
 
+std::string device_error() {
+  int count;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess) return "";
+  cudaGetLastError();  // or the next, innocent call would report it again
+  return std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
+}
+
 int64_t workspace_bytes(const Rows& logits) {
   const int64_t per_row = sizeof(RowGradient) + slicing_of(logits).n_slices * sizeof(SoftmaxPart);
   return logits.n_rows * per_row;

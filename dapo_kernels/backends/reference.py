@@ -36,15 +36,16 @@ gather_kept = None
 
 
 def check_rows(request: RowRequest, vocab: int) -> None:
-    """Raise an error for a live token whose target is outside [0, V) or not in its list, or whose temperature is not
-    positive: IndexError or ValueError on the CPU. On a GPU it is an asynchronous assert, which does not wait.
+    """Raise an error for a live token whose target is outside [0, V) or not in its list, or whose temperature is 0,
+    subnormal, negative or not finite: IndexError or ValueError on the CPU. On a GPU it is an asynchronous assert, which
+    does not wait.
     """
     if request.partial:
         return
     bad_target = request.live & ((request.target_ids < 0) | (request.target_ids >= vocab))
-    cold = (
-        torch.zeros_like(request.live) if request.temperatures is None else request.live & ~(request.temperatures > 0)
-    )
+    cold = torch.zeros_like(request.live)
+    if (tau := request.temperatures) is not None:
+        cold = request.live & ~((tau >= torch.finfo(tau.dtype).tiny) & (tau <= torch.finfo(tau.dtype).max))
     if not on_host(request.live):
         torch._assert_async(~(bad_target | cold).any())
     elif bool(bad_target.any()):
@@ -105,8 +106,10 @@ def raise_bad_target(request: RowRequest, row: int, vocab: int) -> None:
 
 def raise_bad_temperature(request: RowRequest, row: int) -> None:
     assert request.temperatures is not None
-    temperature = float(request.temperatures[row])
-    raise ValueError(f"temperature: token {row} is live and its temperature {temperature:g} is not positive")
+    tau, limits = float(request.temperatures[row]), torch.finfo(request.temperatures.dtype)
+    raise ValueError(
+        f"temperature: token {row} is live and its temperature {tau:g} is not in [{limits.tiny:.3g}, {limits.max:.3g}]"
+    )
 
 
 def _capped(logits: Tensor, request: RowRequest) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dapo_kernels.backends.protocol import Backend
+from dapo_kernels.backends.sources import built_from_others
 
 _CHECKOUT_HINT = (
     "Python imports the checkout at {}, where it was not built: pip install -e . there (with a C++ compiler, without "
@@ -25,12 +26,12 @@ _INSTALL_HINT = "reinstall dapo-kernels from source, with a C++ compiler present
 
 def _extension_missing() -> str | None:
     try:
-        importlib.import_module("dapo_kernels._C")
+        module = importlib.import_module("dapo_kernels._C")
     except ImportError as error:
         root = Path(__file__).parent.parent.parent
         hint = _CHECKOUT_HINT.format(root) if (root / "setup.py").exists() else _INSTALL_HINT
         return f"the C++ extension dapo_kernels._C cannot be imported ({error}); {hint}"
-    return None
+    return built_from_others(module)
 
 
 def _triton_missing() -> str | None:
@@ -65,20 +66,22 @@ def covers(architecture: str, capability: tuple[int, int]) -> bool:
 
 def _cuda_missing() -> str | None:
     try:
-        importlib.import_module("dapo_kernels._cuda")
+        module: Any = importlib.import_module("dapo_kernels._cuda")
     except ImportError as error:
         return (
             f"the CUDA module dapo_kernels._cuda cannot be imported ({error}); reinstall dapo-kernels with the nvcc "
             "of CUDA 12.4 or later on PATH (with DAPO_KERNELS_CUDA=1 it says what is amiss)"
         )
+    if (why := built_from_others(module)) is not None:
+        return why
     if not torch.cuda.is_available():
         return "torch finds no CUDA device here"
-    build = cuda_build()
-    assert build is not None
-    capability = torch.cuda.get_device_capability()
-    if not any(covers(architecture, capability) for architecture in build[0]):
+    if status := module.device_error():
+        return f"its CUDA runtime {module.toolkit} finds no device ({status}); update the GPU driver"
+    architectures, capability = module.architectures.split(";"), torch.cuda.get_device_capability()
+    if not any(covers(architecture, capability) for architecture in architectures):
         device = "compute capability {}.{}".format(*capability)
-        return f"it was compiled for {', '.join(build[0])}; reinstall with DAPO_KERNELS_CUDA_ARCHS for {device}"
+        return f"it was compiled for {', '.join(architectures)}; reinstall with DAPO_KERNELS_CUDA_ARCHS for {device}"
     return None
 
 

@@ -30,7 +30,7 @@ FLOAT32_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads() and torch.vers
 
 
 def tile_rows(bytes_per_row: int) -> int:
-    return max(_TILE_ROWS, _TILE_BYTES // bytes_per_row)
+    return max(_TILE_ROWS, _TILE_BYTES // max(1, bytes_per_row))
 
 
 def float32_product(x: Tensor) -> bool:

@@ -209,6 +209,7 @@ class Operator:
         ctx.set_materialize_grads(False)
 
     def _backward_pass(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        check_not_batched(grads)
         gradients: list[Tensor | None] = [None] * len(self.fields)
         if any(grad is not None for grad in grads):
             result_grads = grads[0] if self._single else self.result(*grads)
@@ -263,6 +264,12 @@ def ordinary(tensors: Sequence[Tensor]) -> bool:
             "dapo_kernels: torch.func.grad, vjp and jacrev are not implemented: use torch.autograd.grad or backward"
         )
     return all(type(x) in _PLAIN for x in tensors)
+
+
+def check_not_batched(grads: Sequence[Tensor | None]) -> None:
+    """Raise an error for several gradients at once, which PyTorch passes as tensors without storage."""
+    if any(grad is not None and _functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        raise NotImplementedError("dapo_kernels: is_grads_batched=True and vectorize=True are not implemented")
 
 
 def check_first_backward(ctx: Any, caller: str, remedy: str) -> None:

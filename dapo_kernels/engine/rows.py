@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels.engine.operators import SavedForBackward, check_first_backward, operator, ordinary, scaled
+from dapo_kernels.engine.operators import (
+    SavedForBackward,
+    check_first_backward,
+    check_not_batched,
+    operator,
+    ordinary,
+    scaled,
+)
 from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.memory import large_tensor
 from dapo_kernels.objectives.surrogate import ObjectiveScalars
@@ -154,6 +161,7 @@ class StatsInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        check_not_batched(grads)
         check_first_backward(ctx, "inplace_backward=True", _REMEDY)
         logits, request, stats, server = SavedForBackward.load(ctx)
         logits = logits.detach()
@@ -189,6 +197,7 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        check_not_batched([grad_output])
         check_first_backward(ctx, "inplace_backward=True", _REMEDY)
         (gradient,) = ctx.saved_tensors
         gradient = None if grad_output is None else scaled(gradient, grad_output)

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.config.rollout import host_and_port
 from dapo_runner.engines.client import key_file, make_key, server_key
 from dapo_runner.engines.nccl import NCCLTransfer
 from dapo_runner.engines.vllm import VLLMEngine, engine_arguments, engine_environment
@@ -55,7 +55,7 @@ def _check_free(url: str) -> None:
     """Raise ConfigError if another process listens on the address. vLLM would notice only after loading the model, or
     share the port with another vLLM and miss some of the requests.
     """
-    host, port = _address(url)
+    host, port = host_and_port(url) or ("", 0)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as listener:
@@ -66,14 +66,9 @@ def _check_free(url: str) -> None:
         raise ConfigError(f"rollout.server.urls: {url} must be a free address of this machine: {error}") from error
 
 
-def _address(url: str) -> tuple[str | None, int]:
-    parts = urlsplit(url)
-    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-
-
 def server_arguments(config: Config, model: str | Path, device: torch.device, url: str) -> list[str]:
     """Return the arguments of `vllm serve` for a server at ``url``."""
-    settings, (host, port) = config.rollout.server, _address(url)
+    settings, (host, port) = config.rollout.server, host_and_port(url) or ("", 0)
     arguments = engine_arguments(model, config, device) | {
         "host": host,
         "port": port,

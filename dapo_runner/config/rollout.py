@@ -23,12 +23,12 @@ ADDRESS = re.compile(  # scheme, host and port
 
 
 def host_and_port(url: str) -> tuple[str, int] | None:
-    """Return host and port of an address; None if it is not valid."""
+    """Return host and port of an address, an IPv6 host without brackets; None if it is not valid."""
     found = ADDRESS.fullmatch(url.lower())
     with suppress(ValueError):
         port = int(found[3] or {"http": 80, "https": 443}[found[1]]) if found else 0
         if found and 0 < port < 2**16 and (found[2][0] != "[" or IPv6Address(found[2][1:-1])):
-            return found[2], port
+            return found[2].strip("[]"), port
     return None
 
 
@@ -162,7 +162,8 @@ class RolloutConfig(SamplingConfig):
     server: MayChange[ServerConfig] = ServerConfig()
     # asynchronous rollouts: how many steps sampling may be ahead of training; 0: synchronous
     max_staleness: NonNegativeInt = 0
-    partial: bool = True  # asynchronous rollouts: continue responses under new weights; false: finish them first
+    # asynchronous: continue responses under new weights; false: finish them first, except preempted ones and episodes
+    partial: bool = True
     probe: MayChange[bool] = True  # compare the log-probs of engine and trainer after each weight update: docs/vllm.md
     correction: CorrectionConfig = CorrectionConfig()
     max_mismatch_kl: PositiveFloat | None = None  # warn if train/rollout_k3 of a step, KL(engine‖trainer), exceeds it

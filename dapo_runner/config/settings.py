@@ -218,9 +218,11 @@ def _engine(config: Config) -> Iterator[Check]:
         yield key, read_key(config, key) == 0 or low <= read_key(config, key) <= high, f"{low:g} to {high:g} {name}"
     fits = not spec.reserves_memory or config.run.device in ONE_GPU
     yield "run.device", fits, f"{', '.join(ONE_GPU)} {name} (CUDA_VISIBLE_DEVICES chooses a GPU)"
-    n_samples = max(rollout.group_size, config.evaluation.k)
+    chain = None if config.tree else config.advantage.segments
+    n_samples = max(rollout.group_size, config.evaluation.k, chain.samples if chain else 0)
     fits = not spec.is_remote or rollout.max_batch_sequences >= n_samples
-    yield "rollout.max_batch_sequences", fits, f"at least {n_samples} (rollout.group_size, evaluation.k)"
+    needs = f"at least {n_samples} (rollout.group_size, evaluation.k, advantage.segments.samples)"
+    yield "rollout.max_batch_sequences", fits, needs
     compares = rollout.correction.enabled or rollout.max_mismatch_kl is not None
     fits = rollout.sampling_mask or not (compares and rollout.truncations)
     needs = "true with rollout.top_p, top_k or min_p and rollout.correction or max_mismatch_kl"
@@ -284,7 +286,8 @@ def cautions(config: Config) -> Iterator[str]:
     if rollout.max_staleness and rollout.partial:
         yield (
             f"rollout.max_staleness={rollout.max_staleness}: one response may come from several policies, "
-            "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come."
+            "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come, "
+            "except preempted responses and episodes of several turns (docs/server.md)."
         )
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
     is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym"

@@ -47,6 +47,7 @@ class Server:
         rest: Seconds before the next attempt; 0 once it has completed a prompt after a failure.
         penalty, out_until: For how long, and until when, it is excluded because its requests timed out.
         is_unprobed: Whether it was excluded since the last probe.
+        key: Its API key, read once; "" to read it again.
     """
 
     def __init__(self, url: str, settings: ServerConfig, token: str = "") -> None:
@@ -56,7 +57,8 @@ class Server:
         self.error: Exception | None = None
         self.rest = self.penalty = self.out_until = 0.0
         self.is_unprobed = False
-        self._prompt_requests = set[asyncio.Task[Any]]()
+        self.key = ""
+        self.prompt_requests = set[asyncio.Task[Any]]()
 
     def __str__(self) -> str:
         return self.url
@@ -76,28 +78,28 @@ class Server:
         return await self._request("POST", path, body or {}, within)
 
     async def ask(self, body: Mapping[str, Any], within: float | None = None) -> Any:
-        """Return the answer to a prompt. Raises ServerError, also after ``drop_requests``."""
+        """Return the answer to a prompt. Raises ServerError, after ``drop_requests`` with ``waited`` of ``error``."""
         request = asyncio.create_task(self.post(GENERATE, body, within))
-        self._prompt_requests.add(request)
+        self.prompt_requests.add(request)
         try:
             await asyncio.wait([request])
         finally:
             request.cancel()
-            self._prompt_requests.discard(request)
+            self.prompt_requests.discard(request)
         if request.cancelled():
-            raise ServerError(f"{self}: was excluded while it worked on a prompt")
+            raise ServerError(f"{self}: was excluded while it worked on a prompt", getattr(self.error, "waited", 0.0))
         return request.result()
 
     def drop_requests(self) -> None:
-        for request in self._prompt_requests:
+        for request in self.prompt_requests:
             request.cancel()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float | None) -> Any:
         key_env, within = self.settings.key_env, within or self.settings.sync_within
-        key, headers = server_key(self.url, key_env), {RUN: self.token}
+        self.key, headers = self.key or server_key(self.url, key_env), {RUN: self.token}
         try:
             return await http.request(
-                method, self.url + path, body, key=key, headers=headers, within=within, max_bytes=MAX_BYTES
+                method, self.url + path, body, key=self.key, headers=headers, within=within, max_bytes=MAX_BYTES
             )
         except http.HTTPError as error:
             message = str(error)

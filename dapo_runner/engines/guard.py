@@ -66,10 +66,10 @@ class Ownership:
             return None
         if self._belongs_to_another(token):
             return f"in use by {self.owner}"
-        if token != self.token or time.monotonic() > self.until:
+        if not token or token != self.token:  # the last owner is accepted also after its lease, until another claims
             return f"no run has claimed this server by POST {CLAIM}"
         if path == RELEASE:
-            self.until = 0.0
+            self.token, self.until = "", 0.0
         return None
 
     @contextmanager

@@ -20,8 +20,7 @@ from dapo_runner.engines.transfer import Transfer
 REST = 0.2  # seconds before a failed server is tried again; doubled with each failure in a row
 LONGEST_REST = 10.0
 RENEW = 4.0  # seconds after which a run renews its claims
-HEALTH_WITHIN = 10.0
-CLAIM_WITHIN = 60.0  # a server waits until the lease of a killed run expires
+HEALTH_WITHIN = 10.0  # for an idle server. One that writes a long answer does not listen meanwhile
 
 
 class Signal:
@@ -121,7 +120,7 @@ class ServerPool:
                 self._note(f"{server} is excluded until it is healthy again: {error}")
             server.penalty = 2 * server.penalty + getattr(error, "waited", 0.0)
             server.out_until = time.monotonic() + server.penalty
-        server.error, server.version = error, None
+        server.error, server.version, server.key = error, None, ""  # once restarted it may have another key
         server.drop_requests()
         self.changed.set()
 
@@ -173,8 +172,9 @@ class ServerPool:
 
     async def _update(self, server: Server) -> None:
         """Claim a healthy server and send it the current weights if it lacks them. Raises ServerError."""
-        await server.get("/health", min(HEALTH_WITHIN, self.settings.sync_within))
-        await server.post(CLAIM, self._claim, CLAIM_WITHIN)
+        within = self.settings.sync_within
+        await server.get("/health", within if server.prompt_requests else min(HEALTH_WITHIN, within))
+        await server.post(CLAIM, self._claim)  # a server waits until the lease of a killed run expires
         if self._is_behind(server):
             server.version = await self.transfer.send(server)
         elif server.version is not None and self.transfer.world.is_main:  # ``follow`` updates other ranks

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 import secrets
 import socket
 import time
@@ -43,6 +44,7 @@ T = TypeVar("T")
 ATTEMPTS = 5  # attempts per prompt and server before the run ends
 QUEUED = 2  # batches submitted to a server at a time: one that it decodes and one that waits
 POLL = 0.2  # seconds
+OPEN_FILES = 2**15  # the limit of this process, if the system allows it; often it is 1024
 TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransfer}
 
 
@@ -121,6 +123,10 @@ class ServerEngine(RolloutEngine):
         self.updates = 0
         self.calls: set[Future] = set()  # in progress
         self.is_closed = False
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = max(soft, min(OPEN_FILES, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        self._connections = asyncio.Semaphore(limit // 2)  # each is an open file; the other half is for other files
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
         self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
         text_config = model.config.get_text_config()
@@ -253,33 +259,37 @@ class ServerEngine(RolloutEngine):
 
     async def _work(self, server: Server, call: _Call) -> None:
         """Submit requests to a server in use, one after another, until the call completes. Raises RolloutError."""
-        pool = self.pool
         while call.n_left > 0:
             await call.changed.wait_until(
-                lambda: call.n_left == 0 or (call.next_for(server) is not None and server in pool.ready)
+                lambda: call.n_left == 0 or (call.next_for(server) is not None and server in self.pool.ready)
             )
-            if (index := call.next_for(server)) is None:
-                continue
-            call.waiting.remove(index)
-            version = server.version
-            try:
-                answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
-                n_samples = call.bodies[index]["sampling_params"]["n"]
-                call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
-                call.on_answer(index)
-                pool.answered(server)
-            except ServerError as error:
-                call.waiting.insert(0, index)
-                # vLLM 0.33 refuses requests while it is paused for new weights, unless the pause mode is keep.
-                is_paused = error.status == 503 and pool.transfer.version != version
-                if server.error is None and not is_paused:  # else an earlier failure caused this one
-                    pool.lose(server, error)
-                    call.failures[server, index] += 1
-                    call.reason = str(error)
-                    if all(call.failures[each, index] >= ATTEMPTS for each in pool.servers):
-                        failed = f"a prompt failed {ATTEMPTS} times at every server"
-                        raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
-                call.changed.set()
+            async with self._connections:
+                if server in self.pool.ready and (index := call.next_for(server)) is not None:
+                    await self._submit(server, call, index)
+
+    async def _submit(self, server: Server, call: _Call, index: int) -> None:
+        """Submit a waiting request to a server, which is excluded if it fails. Raises RolloutError."""
+        pool, version = self.pool, server.version
+        call.waiting.remove(index)
+        try:
+            answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
+            n_samples = call.bodies[index]["sampling_params"]["n"]
+            call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
+            call.on_answer(index)
+            pool.answered(server)
+        except ServerError as error:
+            call.waiting.insert(0, index)
+            # vLLM 0.33 refuses requests while it is paused for new weights, unless the pause mode is keep.
+            is_paused = error.status == 503 and pool.transfer.version != version
+            if is_first := server.error is None and not is_paused:  # else an earlier failure caused this one
+                pool.lose(server, error)
+            if is_first or error.waited:  # each request of a server that is silent may be the reason
+                call.failures[server, index] += 1
+                call.reason = str(error)
+                if all(call.failures[each, index] >= ATTEMPTS for each in pool.servers):
+                    failed = f"a prompt failed {ATTEMPTS} times at every server"
+                    raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
+            call.changed.set()
 
     async def _ask_each(self, bodies: list[dict[str, Any]], n_samples: int) -> dict[str, Groups]:
         found: dict[str, Groups] = {}

@@ -47,7 +47,7 @@ class AsynchronousSampler:
         self.sampler, self.buffer = sampler, sampler.buffer
         self.max_staleness, self.last_step = rollout.max_staleness, config.run.steps
         self.n_rounds = rollout.max_staleness + 1 if rollout.partial else 1  # most in flight
-        self.round_timeout = 8 * rollout.server.answer_within  # seconds for each while a step waits for it
+        self.round_timeout = 8 * rollout.request_timeout  # seconds for each while a step waits for it
         self.step = self.buffer.step  # the step that trains now, or trained last
         self._ready: deque[SampledStep] = deque()
         self._rounds: deque[_Round] = deque()  # submitted, not accepted yet

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-LINES = 3007
+LINES = 3011
 # The run of 23 November alone has sampling masks; docs/guide.md quotes it.
 SOLE_SOURCES = {"full-amd-epyc-2c-avx512bf16-20261123-0455"}
 

@@ -24,7 +24,7 @@ from dapo_runner.config import Config, parse
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
-SPLIT: Any = runpy.run_path(str(ROOT / ".ci" / "gpu_bundle.py"))["split"]
+BUNDLE: dict[str, Any] = runpy.run_path(str(ROOT / ".ci" / "gpu_bundle.py"))
 
 
 def test_a_stage_that_fails_leaves_the_others(tmp_path: Path) -> None:
@@ -142,15 +142,22 @@ def test_a_copy_without_git_has_the_commit_of_its_bundle(tmp_path: Path, monkeyp
         assert machine.commit(tmp_path) == f"abc{suffix}"
 
 
+def test_the_bundle_has_what_the_build_and_the_tests_need() -> None:
+    needed = {"ninja", *re.findall(r'"(\w+)>=\d+"', SCRIPT.read_text())}
+    assert needed >= {"ninja", "pybind11", "pytest"}
+    assert needed <= {*BUNDLE["WHOLE"], *BUNDLE["ALONE"]}
+    assert "cloudpickle" in (ROOT / "benchmarks" / "gpu-peers.txt").read_text().split()  # verl's tensordict imports it
+
+
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
     parse(recipe("a model", str(tmp_path), 64, 4, max_response_tokens=512, engine="vllm"), Config)
 
 
 def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -> None:
-    """In a copy of what the build reads. The CUDA device and the compilers are stubs."""
+    """In a copy of what the build reads. The CUDA device and the compilers are stubs, and there is no pip."""
     copied = ("benchmarks/gpu.sh", "benchmarks/__init__.py", "dapo_kernels/__init__.py", "README.md", "LICENSE")
-    for name in (*copied, "pyproject.toml", "setup.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in (*copied, "dapo_kernels/backends/sources.py", "pyproject.toml", "setup.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
     (tmp_path / "recipes").mkdir()
@@ -160,16 +167,20 @@ def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -
     stubs = {
         "nvcc": f'echo "$DAPO_KERNELS_CUDA_ARCHS" >>{tmp_path}/archs; echo release 11.8',
         "g++": 'until [ "$1" = -o ]; do shift; done; touch "$2" "$2.d"',
+        "python": f'[ "$1 $2" != "-m pip" ] || exit 1; exec {sys.executable} "$@"',
     }
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     environment = {"PATH": path, "CXX": "g++", "CUDA_HOME": "", "CUDA_PATH": "", "DAPO_KERNELS_CUDA_ARCHS": ""}
+    environment["PYTHON"] = str(tmp_path / "python")
     done = call_script(tmp_path / "benchmarks" / "gpu.sh", RESULTS=str(tmp_path), **environment)
     log = (tmp_path / "gpu-0-setup.txt").read_text()
     assert done.stdout.endswith("the stages\n"), done.stderr + log
     assert "nvcc" in log
+    assert "no pip from version 22.3 on" in log
+    assert "no pip" in done.stdout
     assert set((tmp_path / "archs").read_text().split()) == {"90a"}
     assert [path.name.partition(".")[0] for path in (tmp_path / "dapo_kernels").glob("*.so")] == ["_C"]
     version = re.search(r"^Version: (.+)$", (tmp_path / "dapo_kernels.egg-info" / "PKG-INFO").read_text(), re.MULTILINE)
@@ -187,7 +198,7 @@ def test_an_install_that_fails_leaves_a_log_and_the_stages_go_on(tmp_path: Path)
         wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
-    sizes = SPLIT([tmp_path / name], wheels, limit=50)
+    sizes = BUNDLE["split"]([tmp_path / name], wheels, limit=50)
     assert max(sizes) <= 50
     assert len(sizes) > 10  # so that their names do not sort as numbers do
     (wheels / "1" / "lost-1.0-py3-none-any.whl.1of2").write_bytes(b"half")

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import configs, harness, run
 from benchmarks.allocators import ALLOCATORS
@@ -18,6 +20,7 @@ from benchmarks.configs import SUITES, Config
 from benchmarks.contestants import CONTESTANTS, Contestant, Run, eager_logprobs
 from benchmarks.formulas import FORMULAS
 from benchmarks.meters import CpuMeter
+from benchmarks.peers import PEERS
 from benchmarks.problem import Problem, build
 from benchmarks.truth import Result, find_truth
 
@@ -185,6 +188,44 @@ def test_nothing_is_measured_on_a_device_that_is_lost(rehearsal: Config, monkeyp
     monkeypatch.setattr(CpuMeter, "release", lost)
     with pytest.raises(RuntimeError, match="lost"):
         measure(rehearsal, by_name("mul_", ONE), Contestant("raises", "", "peer", raises))
+
+
+def test_liger_multiplies_with_tf32_on_a_gpu_and_nobody_else_does(
+    rehearsal: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def loss(states: Tensor, weight: Tensor, *_: Any, **options: Any) -> tuple[Tensor]:
+        seen.append(torch.get_float32_matmul_precision())
+        return (states.sum() + weight.sum(),)
+
+    liger = SimpleNamespace(LigerFusedLinearGRPOLoss=lambda **options: loss)
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", liger)
+    (contestant,) = (c for c in PEERS if c.name == "Liger GRPO")
+    hidden = replace(ONE, level="hidden", hidden=64)
+    for config in (hidden, replace(hidden, device="cuda")):
+        contestant.make(build(config))()
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert seen == ["highest", "high"]
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch before 2.13")
+def test_torchs_own_cross_entropy_takes_its_defaults_on_a_gpu(
+    rehearsal: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, function = [], torch.nn.functional.linear_cross_entropy
+    record = lambda *given, **options: seen.append(options) or function(*given, **options)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", record)
+    on_cpu = replace(ONE, level="hidden", hidden=64, n_tokens=128, objective="reinforce")
+    for config in (on_cpu, replace(on_cpu, device="cuda")):
+        for contestant in harness.contestants_of(config):
+            if contestant.name.startswith("linear_cross_entropy, chunked"):
+                problem = build(config)
+                row = harness.check(contestant, contestant.make(problem)(), find_truth(problem))
+                assert "reason" not in row
+    defaults = torch.nn.LinearCrossEntropyOptions()
+    assert [options.get("reduction", "mean") for options in seen] == ["none", "none", "mean"]
+    assert [options["options"] == defaults for options in seen] == [False, True, True]
 
 
 def test_the_kernel_of_verl_is_imported_without_ray() -> None:

@@ -12,7 +12,14 @@ import torch
 from cases import Case, linear_case, logits_case
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, linear_dapo_loss, linear_token_logprobs, policy_loss, token_logprobs
+from dapo_kernels import (
+    dapo_loss,
+    linear_dapo_loss,
+    linear_distillation_loss,
+    linear_token_logprobs,
+    policy_loss,
+    token_logprobs,
+)
 
 REPEATABLE = ("loss", "loss, gspo", "stats", "policy", "linear_stats")
 ONCE = ("loss_inplace", "stats_inplace", "linear_loss")
@@ -115,6 +122,32 @@ def test_the_gradient_of_torch_func_is_refused(kind: str) -> None:
     leaves = [leaf.detach() for leaf in leaves_of(kind, case)]
     with pytest.raises(NotImplementedError, match=r"torch\.autograd\.grad"):
         torch.func.grad(lambda *x: scalar(kind, case, *(leaf * 1 for leaf in x)))(*leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_batch_are_refused(kind: str) -> None:
+    loss, leaves = build(kind)
+    with pytest.raises(NotImplementedError, match="vectorize=True"):
+        torch.autograd.grad(loss, leaves, torch.ones(2), is_grads_batched=True)
+
+
+def test_vmap_gives_the_gradients_of_a_loop() -> None:
+    """Inside vmap a batched tensor does not say that it requires a gradient."""
+    case = case_of("linear_loss")
+    hidden, weight = (case.leaves[name].detach() for name in ("hidden", "weight"))
+    teacher = hidden.flip(0)
+    losses = (
+        lambda x, w: linear_dapo_loss(x, w, case.target_ids, case.old_logprobs, case.advantages).loss,
+        lambda x, w: linear_distillation_loss(x, w, teacher, weight).loss,
+    )
+    for loss in losses:
+        (x, w), (y, v) = (
+            (torch.stack([hidden, -hidden]).requires_grad_(), weight.clone().requires_grad_()) for _ in "ab"
+        )
+        torch.func.vmap(loss, in_dims=(0, None))(x, w).sum().backward()
+        (loss(y[0], v) + loss(y[1], v)).backward()
+        torch.testing.assert_close((x.grad, w.grad), (y.grad, v.grad))
+        assert x.grad.any()
 
 
 def test_forward_mode_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import dapo_kernels
 from dapo_kernels import use_backend
-from dapo_kernels.backends import covers, registry
+from dapo_kernels.backends import covers, registry, sources
 from docs.models import cuda_sass
 
 PAGE = Path(__file__).parents[2] / "docs/cuda.md"
@@ -152,6 +153,19 @@ def test_without_its_module_or_a_device_a_backend_says_so(
             pass
 
 
+def test_without_a_driver_for_its_runtime_triton_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch brings a runtime of its own, which may be older."""
+    module = SimpleNamespace(architectures="90a", toolkit="13.0", sources=sources.digest())
+    monkeypatch.setitem(sys.modules, "dapo_kernels._cuda", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for error, expected in (("cudaErrorInsufficientDriver: too old", "triton"), ("", "cuda")):
+        monkeypatch.setattr(registry, "_reasons", {})
+        module.device_error = lambda error=error: error
+        assert registry._cuda_default(torch.device("cuda"), torch.float32, 151_936) == expected
+        assert error in (registry.available_backends()["cuda"] or "")
+
+
 needs_module = pytest.mark.skipif(
     importlib.util.find_spec("dapo_kernels._cuda") is None,
     reason="dapo_kernels._cuda is not built (no nvcc when the package was installed)",
@@ -165,6 +179,7 @@ def test_the_module_imports_without_a_gpu_and_an_error_says_where() -> None:
     assert _cuda.architectures
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here: tests/kernels/test_gpu.py runs on it")
+    assert _cuda.device_error().startswith("cudaError")
     rows = _cuda.Rows(0, 4, 151936, 4, 0, 151936, 1)
     with pytest.raises(RuntimeError, match=r"csrc/cuda/launch\.cpp:\d+: cudaGetDevice\(.*\): cudaError\w+: "):
         _cuda.choose_path(rows)

@@ -70,7 +70,8 @@ def emulation(folder: Path) -> Path:
         pytest.skip("no C++ compiler (apt install g++)")
     out = folder / "emulation.so"
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-    flags += ["-ffp-contract=off", "-DDAPO_ISA=portable", '-DDAPO_CUDA_ARCHS="none"', '-DDAPO_CUDA_TOOLKIT="none"']
+    flags += ["-ffp-contract=off", "-DDAPO_ISA=portable"]
+    flags += [f'-DDAPO_{name}="none"' for name in ("CUDA_ARCHS", "CUDA_TOOLKIT", "SOURCES")]
     flags += ["-U_FORTIFY_SOURCE", f"-I{HERE / 'cuda_host'}"]  # it takes a jump to another stack for an attack
     flags += shlex.split(os.environ.get("EMULATION_FLAGS", ""))  # of `make sanitize`
     flags += [f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]

@@ -7,9 +7,12 @@ import inspect
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dapo_kernels
 from dapo_kernels import OBJECTIVES, Objective, dapo_loss, use_backend
-from dapo_kernels.backends import available_backends, backend_for
-from dapo_kernels.objectives.table import FIELDS
+from dapo_kernels.backends import available_backends, backend_for, registry, sources
+from dapo_kernels.objectives.table import FIELDS, KL_ESTIMATORS, SURROGATES
 
 T, V, H, S = 6, 11, 4, 3
 IDS = torch.arange(T)
@@ -310,7 +313,7 @@ def test_target_ids_out_of_range(backend: str, bad: int) -> None:
         dapo_loss(**{**good("dapo_loss"), "target_ids": torch.full((T,), V - 1)}, valid_vocab=V - 1)
 
 
-@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan])
+@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan, math.inf, 1e-40])
 def test_temperature_per_token_must_be_positive_where_live(backend: str, bad: float) -> None:
     temperature = torch.ones(T)
     temperature[3] = bad
@@ -340,7 +343,7 @@ WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), 
 # And values that are wrong for one of them.
 WRONG: dict[str, list[Any]] = {
     "denominator": [math.inf, True, Fraction(6), torch.tensor(0.0), torch.tensor(math.nan), torch.ones(2)],
-    "temperature": [1e-50, math.inf],
+    "temperature": [1e-50, 1e39, math.inf],
     "valid_vocab": [V + 1, True],
     "dual_clip": [1.0, 0.5],
     "clip_low": [1.1],
@@ -507,6 +510,42 @@ def test_a_backend_that_is_not_there_is_refused() -> None:
         if reason is not None:
             with pytest.raises(RuntimeError, match=name), use_backend(name):
                 pass
+
+
+@pytest.mark.parametrize("name", ["cpp", "cuda"])
+def test_a_module_that_was_built_from_other_sources_is_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = SimpleNamespace(__file__="old.so")
+    monkeypatch.setitem(sys.modules, {"cpp": "dapo_kernels._C", "cuda": "dapo_kernels._cuda"}[name], module)
+    monkeypatch.setattr(sources, "CSRC", tmp_path)
+    (tmp_path / "surrogate.h").write_text("new")
+
+    def reason() -> str:
+        monkeypatch.setattr(registry, "_reasons", {})
+        return available_backends()[name] or ""
+
+    for module.sources in ("those of last week", None):
+        assert all(word in reason() for word in ("old.so", "other sources", str(tmp_path), "pip install -e ."))
+    if name == "cpp":
+        assert chosen() == "torch"
+    module.sources = sources.digest()
+    (tmp_path / "#notes.h~").write_text("an editor's")
+    assert "other sources" not in reason()
+    (tmp_path / "surrogate.h").rename(tmp_path / "tables.h")
+    assert sources.digest() != module.sources
+    assert "other sources" not in reason()  # csrc of another project, beside an installed package
+
+
+def test_an_index_that_is_not_known_is_refused() -> None:
+    extension = pytest.importorskip("dapo_kernels._C", reason="dapo_kernels._C is not built")
+    last = {"surrogate": len(SURROGATES) - 1, "kl_estimator": len(KL_ESTIMATORS) - 1}
+    rest = [0.2, 0.28, math.inf, 1.0, 1.0, 0.0]
+    extension.Objective(last["surrogate"], *rest, last["kl_estimator"], 0.0)
+    for name, index in (("surrogate", last["surrogate"] + 1), ("kl_estimator", -1), ("kl_estimator", math.nan)):
+        indices = last | {name: index}
+        with pytest.raises(ValueError, match=f"{name}: expected 0 to {last[name]}, got"):
+            extension.Objective(indices["surrogate"], *rest, indices["kl_estimator"], 0.0)
 
 
 def test_float64_is_for_the_torch_backend(backend: str) -> None:

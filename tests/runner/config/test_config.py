@@ -93,6 +93,7 @@ def test_overrides_are_yaml_and_leave_their_input_alone() -> None:
         ("run.steps=1e3", 1000),
         ("loss.overrides.clip_high=.inf", math.inf),
         ("loss.overrides.clip_cov=[2e-4,1,5]", (2e-4, 1, 5)),
+        ("run.output_dir=~/runs", Path.home() / "runs"),
     ],
 )
 def test_a_value_is_what_its_setting_takes_it_for(tmp_path: Path, override: str, expected: object) -> None:
@@ -106,6 +107,15 @@ def test_a_value_is_what_its_setting_takes_it_for(tmp_path: Path, override: str,
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
     assert load_config(again) == config
+
+
+def test_quotes_keep_a_text_where_any_type_is_allowed(tmp_path: Path) -> None:
+    options = "{n: 5, stop: ['5', no], user: \"007\"}"
+    judge = f"{{model: m, url: 'http://x:1/v1', options: {options}}}"
+    config = load(tmp_path, f"reward.kind=judge reward.judge={judge}")
+    assert config.reward.judge is not None
+    assert config.reward.judge.options == {"n": 5, "stop": ("5", False), "user": "007"}
+    assert parse(yaml.safe_load(dump_config(config)), Config) == config
 
 
 def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
@@ -285,6 +295,7 @@ REFUSED = [
     (f"{VLLM} rollout.temperature=1e-6", "rollout.temperature", "1e-06"),
     (f"{VLLM} evaluation.temperature=2.1", "evaluation.temperature", "2.1"),
     (f"{SERVER} rollout.max_batch_sequences=31", "rollout.max_batch_sequences", "32", "31"),
+    (f"{SERVER} rollout.max_batch_sequences=32 {CHAIN} advantage.segments.samples=33", "rollout.max_batch_sequences"),
     (f"{SERVER} rollout.server.urls=[ftp://a]", "rollout.server.urls", "ftp://a"),
     (f"{SERVER} rollout.server.urls=[http://a:1/x]", "rollout.server.urls", "http://a:1/x"),
     (f"{SERVER} rollout.server.urls=[http://a, http://A:80/]", "rollout.server.urls", "http://A:80/"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import threading
 import time
@@ -251,6 +252,22 @@ def test_who_samples_asynchronously_asks_for_all_ranks(fleet: Fleet, priority: i
     wait_until(lambda: fleet[0].seen(GENERATE) - n_before >= wanted)
     time.sleep(0.05)  # in which more would come
     assert fleet[0].seen(GENERATE) - n_before == wanted
+    fleet.over.set()
+    assert all(found())
+
+
+def test_connections_stay_below_the_limit_of_open_files(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as far as it may be, and half of it is for other files."""
+    limits = [2, 8]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
+    engine = fleet.open()
+    assert limits == [8, 8]
+    fleet.hook(fleet.hang)
+    found = in_thread(lambda: engine.generate(REQUESTS))
+    wait_until(lambda: sum(server.seen(GENERATE) for server in fleet.servers) >= 4)
+    time.sleep(0.05)  # in which more would come
+    assert sum(server.seen(GENERATE) for server in fleet.servers) == 4
     fleet.over.set()
     assert all(found())
 

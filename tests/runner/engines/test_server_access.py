@@ -30,7 +30,7 @@ from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.engines import guard, pool
 from dapo_runner.engines.client import RolloutError, Server, ServerError
-from dapo_runner.engines.guard import CLAIM, OWNED, Guard, Ownership, model_facts
+from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, Guard, Ownership, model_facts
 from dapo_runner.engines.receiver import Receiver
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout
@@ -92,8 +92,9 @@ def test_a_server_and_its_trainer_share_a_key_without_a_setting(
     assert key not in str(caught.value)
     for spoil in (lambda: path.chmod(0o640), lambda: path.chmod(0o600) or path.write_bytes(b"\xe9")):
         spoil()
+        run(trainer.get("/weight_info"))  # it has read the key
         with refused("rollout.server.key_env"):
-            run(trainer.get("/weight_info"))
+            run(Server(server.url, ServerConfig()).get("/weight_info"))
     path.parent.rename(tmp_path / "keys")
     path.parent.touch()
     assert main(["serve", str(tmp_path / "small.yaml"), "rollout.engine=server"]) == 2
@@ -246,6 +247,18 @@ def test_a_request_that_ends_after_its_run_keeps_nobody_out(monkeypatch: pytest.
     assert ownership.token == "b"
 
 
+def test_a_late_request_of_the_last_owner_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have been silent for longer than the lease between a claim and the request."""
+    monkeypatch.setattr(guard, "LEASE", 0.0)
+    ownership, model = Ownership(), {"layers": 2}
+    assert ownership.refuse("/pause", "")
+    asyncio.run(ownership.claim({"token": "a", "owner": "a", "model": model}, model))
+    assert ownership.refuse("/pause", "a") is None
+    assert ownership.refuse("/pause", "b")
+    assert ownership.refuse(RELEASE, "a") is None
+    assert ownership.refuse("/pause", "a")
+
+
 NO_ADDRESSES = ["localhost:8000", "http://a:99999", "http://a:0", "http://a b:1", "http://a..b:1", "http://a:1#b"]
 NO_ADDRESSES += ["http://[::1", "http://[x]:1", "http://[:::]:1", "http://[1.2.3.4]:1", "http://me:s3cret@a:1"]
 
@@ -258,8 +271,10 @@ def test_what_is_no_address_is_refused(url: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-def test_addresses_that_are_some() -> None:
-    assert make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
+def test_addresses_that_are_some(tmp_path: Path) -> None:
+    config = make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
+    hosts = [server_arguments(config, tmp_path, torch.device("cpu"), url) for url in config.rollout.server.urls]
+    assert ["--host=::1" in hosts[0], "--host=a.example" in hosts[1]] == [True, True]
 
 
 AHEAD = {"max_staleness": 1, "correction": {"weights": "token"}}

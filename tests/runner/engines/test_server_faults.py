@@ -155,15 +155,58 @@ def test_one_server_fails_and_recovers(
     assert fleet[0].version == engine.transfer.version
 
 
+def test_a_server_is_given_longer_to_be_healthy_while_it_works_on_prompts(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not listen while it writes a long answer. An idle server that does not is excluded soon."""
+    monkeypatch.setattr(pool, "RENEW", 0.05)
+    monkeypatch.setattr(pool, "HEALTH_WITHIN", 0.3)
+    engine, written = fleet.open(1), threading.Event()
+
+    def wait(body: dict[str, Any]) -> None:
+        written.wait(120)
+
+    def write(body: dict[str, Any]) -> None:
+        written.wait(0.1)  # in which a check of the idle server ends
+        fleet[0].hooks["/health"] = wait
+        written.wait(0.8)
+        written.set()
+
+    fleet[0].hooks[GENERATE] = write
+    assert engine.generate(FEW[:1])
+    assert not engine.notes
+    fleet[0].hooks["/health"] = fleet.hang
+    wait_until(lambda: lost(engine))
+
+
+def test_every_prompt_that_a_server_left_unanswered_has_failed(fleet: Fleet) -> None:
+    """The first of them excludes the server. If only that one had failed, the same could repeat for hours."""
+    engine, asked = fleet.open(1, answer_within=0.2), Counter[str]()
+
+    def count_and_hang(body: dict[str, Any]) -> None:
+        if not is_trial(body) and asked[str(body["token_ids"])] < ATTEMPTS:
+            asked[str(body["token_ids"])] += 1
+            fleet.hang(body)
+
+    fleet[0].hooks[GENERATE] = count_and_hang
+    with pytest.raises(RolloutError, match=f"a prompt failed {ATTEMPTS} times"):
+        engine.generate(FEW[:4])
+    assert sorted(asked.values()) == [ATTEMPTS] * 4
+
+
 def test_a_server_that_restarts_unasked_gets_the_weights_again(
     fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And is asked with the key that it has then."""
     monkeypatch.setattr(pool, "RENEW", 0.1)
-    engine = fleet.open()
+    monkeypatch.setenv("MY_KEY", "first")
+    engine = fleet.open(key_env="MY_KEY")
     engine.update_weights(moved(policy).items())
     wanted = responses(engine.generate(FEW))
+    monkeypatch.setenv("MY_KEY", "second")
     restart(fleet, None)
     wait_until(lambda: fleet[0].version == engine.transfer.version and not lost(engine))
+    assert [server.asked[-1][2]["Authorization"] for server in fleet.servers] == ["Bearer second", "Bearer first"]
     fleet[1].kill()
     assert responses(engine.generate(FEW)) == wanted
 

@@ -218,11 +218,14 @@ class Keyboard(Console):
         self.keys = keys
 
     def input(self, *_: object, **__: object) -> str:
-        return self.keys.pop(0)
+        if (key := self.keys.pop(0)) == "end of file":
+            raise EOFError
+        return key
 
 
 @pytest.mark.parametrize(
-    ("keys", "groups"), [(",", "12"), ("q", "1"), (",p,q", "121"), ("2,1,99,q", "1212"), ("p,q", "11")]
+    ("keys", "groups"),
+    [(",", "12"), ("q", "1"), (",p,q", "121"), ("2,1,99,q", "1212"), ("p,q", "11"), ("end of file", "1")],
 )
 def test_a_terminal_pages_by_group(run: Path, keys: str, groups: str) -> None:
     console = Keyboard(keys.split(","))

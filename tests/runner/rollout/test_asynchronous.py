@@ -42,7 +42,7 @@ class Rounds(Engine):
 
 def ahead_of(sampler: DynamicSampler, lead: int, partial: bool = True, within: float = 300.0) -> AsynchronousSampler:
     rollout = {"engine": "server", "max_staleness": lead, "partial": partial, "correction": {"weights": "token"}}
-    server = {"answer_within": within / 8}
+    server = {"answer_within": within / 8 / (1 + lead)}  # a request may take 1 + lead of these, a round 8 requests
     return AsynchronousSampler(sampler, make_config(rollout=rollout | {"server": server}, run={"steps": STEPS}))
 
 

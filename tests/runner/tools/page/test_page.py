@@ -9,6 +9,7 @@ import base64
 import hashlib
 import http.client
 import json
+import math
 import re
 import shutil
 import sys
@@ -320,7 +321,7 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path, "<img src=x>a")
     (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
     for step, accuracy in ((7, 0.25), (8, 0.75)):
-        log_metrics(run, step, **{"eval/avg@4": accuracy, "reflection/en": 0.0})
+        log_metrics(run, step, **{"eval/avg@4": accuracy, "reflection/en": 0.0, "train/grad_norm": math.nan})
     page = open_page(write_page([run], tmp_path / "page.html").as_uri())
     header = page.query_selector("#runs").text_content()
     for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "8"):
@@ -329,7 +330,7 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
     curves = curves_of(page)
     assert [len(found) for found in curves["Reward"]] == [8] * 4  # of one run, both curves in one chart
     assert not any("Reflection" in title for title in curves)
-    assert "Reflection: English" in page.inner_text("#zero")
+    assert page.inner_text("#zero") == "0 at every step: Reflection: English"  # not the norm, which was never finite
     shown = "document.querySelector('.panel').lastChild.layout.xaxis.range"
     box = page.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
@@ -361,6 +362,13 @@ def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
     report.select_option(".run >> nth=0 >> .where select >> nth=1", "1")
     report.uncheck("#same")
     assert shown() == (["5", "5"], 2)
+    report.check("#same")
+    change = "groups.forEach((group) => group.samples.forEach((sample) => (sample.correct = group.group === 2)))"
+    report.evaluate(f"load(1, 3).then(({{ groups }}) => {change})")
+    report.select_option(".run >> nth=0 >> .where select >> nth=0", "3")
+    report.select_option("#groups", "all-incorrect")
+    until(report, "document.querySelector('.run:last-child').textContent.includes('the filters leave out')")
+    assert shown() == (["3", "3"], 2)
 
 
 def test_hostile_text_is_text_and_its_tokens_tell_their_values(report: Any) -> None:
@@ -447,3 +455,7 @@ def test_watching_runs_with_turns_of_an_environment(open_page: Any, tmp_path: Pa
         page.click(".where button >> nth=0")
         until(page, "document.querySelector('.where select').value === '5'")
         page.wait_for_selector(".response .token")
+        page.evaluate("document.querySelector('.run').id = 'read'")
+        log_metrics(text, 7)
+        until(page, "document.querySelectorAll('.chart')[0].data[2].y.at(-1) === 0.7")
+        assert page.query_selector("#read") is not None  # who reads an earlier step goes on reading
