@@ -121,7 +121,11 @@ class StudyConfig(Section):
         yield "variants", len(set(names)) == len(names), f"names that differ (not {', '.join(names)})"
         for n, variant in enumerate(self.variants):
             is_above = {variant.over, variant.against} <= {None, *names[:n]}
-            yield "variants", is_above, f"{variant.name}'s over and against to be variants further up"
+            yield (
+                "variants",
+                is_above,
+                f"{variant.name}'s over and against to be among {', '.join(names[:n]) or 'none'}",
+            )
         for figure in self.figures:
             yield "figures", set(figure.variants) <= set(names), f"variants of this study in {figure.name}"
         yield "entropy_fit", set(self.entropy_fit) <= set(names), "variants of this study"

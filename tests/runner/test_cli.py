@@ -106,6 +106,7 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ("train RECIPE env.kind=absent:Game", "env.kind"),
         ("train RECIPE reward.kind=nowhere:f", "reward.kind"),
         ("train RECIPE reward.kind=:f", "reward.kind"),
+        ("train tinny", "tinny: (did you mean tiny?)"),
         ("train RECIPE advantage.kind=.a:f", "advantage.kind"),
         ("train RECIPE reward.kind=math:sqr", "reward.kind: (did you mean sqrt?)"),
         ("train RECIPE run.device=cuda:99", "run.device"),
