@@ -46,9 +46,7 @@ def evaluate(
     scored = generate(make_requests(prompts, sampling))
     groups = [group for group in scored if group.samples]  # of the others every episode has failed
     if not groups:
-        raise EvaluationError(
-            f"evaluation: expected an episode of {len(prompts)} problems that does not fail, got none"
-        )
+        raise EvaluationError(f"evaluation: all episodes of all {len(prompts)} problems failed")
     return groups, evaluation_metrics(groups, settings.k, reads_answers(config.reward))
 
 

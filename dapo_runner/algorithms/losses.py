@@ -16,7 +16,6 @@ with equal rewards stay in their order.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,8 +45,6 @@ from dapo_runner.policy.model import Policy
 from dapo_runner.types import Group, PackedBatch, TrainingSequence
 
 Output = LossOutput | PreferenceOutput
-# The denominators here are numbers of responses. In a small micro-batch they may equal the number of tokens.
-warnings.filterwarnings("ignore", ".* denominator equals the number of live tokens", UserWarning)
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,8 @@ class StudyConfig(Section):
         yield "variants", len(set(names)) == len(names), f"names that differ (not {', '.join(names)})"
         for n, variant in enumerate(self.variants):
             is_above = {variant.over, variant.against} <= {None, *names[:n]}
-            yield (
-                "variants",
-                is_above,
-                f"{variant.name}'s over and against to be among {', '.join(names[:n]) or 'none'}",
-            )
+            above = f"to name a variant above it: {', '.join(names[:n])}" if n else "to be null in the first variant"
+            yield "variants", is_above, f"{variant.name}'s over and against {above}"
         for figure in self.figures:
             yield "figures", set(figure.variants) <= set(names), f"variants of this study in {figure.name}"
         yield "entropy_fit", set(self.entropy_fit) <= set(names), "variants of this study"

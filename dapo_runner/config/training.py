@@ -133,7 +133,8 @@ class CriticConfig(Section):
 
     path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
     lr: MayChange[PositiveFloat] = 9e-6  # peak learning rate; it follows optimizer.schedule
-    warmup_steps: NonNegativeInt = 0  # only the critic trains up to this step, also in a fork
+    # only the critic trains in these first steps; a fork counts from the start of its original run
+    warmup_steps: NonNegativeInt = 0
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
 

@@ -35,12 +35,8 @@ class RunLog:
         one less than ``first_step``, to remove the lines of an attempt that saved no checkpoint.
         """
         folder, settings = config.run_dir, config.logging
-        self.folder, self.first_step, self.trackers, self.groups = (
-            folder,
-            first_step,
-            trackers,
-            settings.rollouts.groups,
-        )
+        self.folder, self.first_step, self.trackers = folder, first_step, trackers
+        self.n_groups = settings.rollouts.groups  # whose first sample goes to the trackers
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
         token_tokenizer = tokenizer if settings.rollouts.per_token else None
@@ -59,14 +55,14 @@ class RunLog:
         with _writing(self.folder, ROLLOUTS):
             self._rollouts.write(step, groups, sequences, values)
         self.figures(step, "step", figures)
-        self.trackers.samples(step, "samples/trained", groups[: self.groups][:TABLE_ROWS])
+        self.trackers.samples(step, "samples/trained", groups[: self.n_groups][:TABLE_ROWS])
 
     def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Write an evaluation's metrics and responses."""
         with _writing(self.folder, EVALUATIONS):
             self._evaluations.write(step, groups)
         self.figures(step, "eval", figures)
-        self.trackers.samples(step, "samples/eval", groups[: self.groups][:TABLE_ROWS])
+        self.trackers.samples(step, "samples/eval", groups[: self.n_groups][:TABLE_ROWS])
 
     def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Write a line of `metrics.jsonl` and send it to the trackers."""

@@ -18,9 +18,9 @@ PEAKS |= {"A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
 
 
 def training_flops(model: Any, lengths: Iterable[int]) -> float:
-    """Return the FLOPs of forward and backward passes over sequences of L tokens: 6·L per parameter but embeddings (4·L
-    if it is frozen, and only the experts of a token), and per layer 6·L²·(heads·head_dim) for causal attention.
-    Recomputation does not count.
+    """Return the FLOPs of forward and backward passes over sequences of L tokens. A parameter costs 6·L, a frozen one
+    4·L, embeddings nothing. Of experts only those of a token count. Causal attention costs 6·L²·heads·head_dim per
+    layer. Recomputation does not count.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads

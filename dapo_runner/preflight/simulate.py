@@ -159,8 +159,8 @@ def _model_folder(config: Config) -> Iterator[Path]:
     values = model_values(config.model)
     if values is None or model_shape(config.model) is None or config.model.path is None:
         raise ConfigError(
-            f"model.path: expected a folder with the config.json of a decoder or one of {', '.join(PUBLISHED)}, got "
-            f"{config.model.path!r}; --simulate downloads nothing"
+            "model.path: expected a folder whose config.json has hidden_size and the like, or one of "
+            f"{', '.join(PUBLISHED)}, got {config.model.path!r}; --simulate downloads nothing"
         )
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(values), encoding="utf-8")

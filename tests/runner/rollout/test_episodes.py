@@ -342,7 +342,10 @@ def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policy
     runner, prompt = EpisodeRunner(config_of("Half"), tokenizer), prompt_of(tokenizer)
     requests = make_requests([prompt, replace(prompt, id="q")], replace(SAMPLING, n=1))
     found = [group[0].environment_reward for group in runner(Scripted(tokenizer, SPOKEN), requests)]
-    assert sorted(found) == [0.0, 0.5]  # also where no episode of the prompt has a reward
+    assert sorted(found, key=str) == [0.5, None]
+    for kind, wanted in (("Silent", 0.0), ("Trl", None)):  # a first turn that is truncated: a game has not begun
+        (one,) = run(kind, ("much too long",), replace(SAMPLING, n=1, max_tokens=40), max_turn_tokens=4)[0]
+        assert (one.truncated, one.environment_reward) == (True, wanted)
 
 
 class Trl:
