@@ -61,6 +61,7 @@ class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # of earlier sources: it must not stay if a compiler fails
         build = Path(self.build_temp, ext.name).resolve()
         build.mkdir(parents=True, exist_ok=True)
         text = cuda_ninja_file(cxx(), target) if ext.name == CUDA.name else ninja_file(cxx(), target)
@@ -89,11 +90,10 @@ def find_nvcc() -> str | None:
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int]:
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    """Its release; (0, 0) if it does not run."""
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", text)
-    if found is None:
-        sys.exit(f"dapo-kernels: {nvcc} --version names no release:\n{text}")
-    return int(found[1]), int(found[2])
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 
 def toolkit_of(nvcc: str) -> Path:
@@ -116,6 +116,8 @@ def wants_cuda() -> bool:
     oldest = ".".join(map(str, OLDEST_NVCC))
     if nvcc is None:
         problem = "no nvcc was found. Install the CUDA toolkit or put its nvcc on PATH"
+    elif nvcc_version(nvcc) == (0, 0):
+        problem = f"{nvcc} --version fails or names no release"
     elif nvcc_version(nvcc) < OLDEST_NVCC:
         problem = f"{nvcc} is of CUDA {'.'.join(map(str, nvcc_version(nvcc)))}, older than {oldest}"
     else:

@@ -40,8 +40,8 @@ struct TokenInputs {
   const float* importance_weights;
 
   DAPO_HOST_DEVICE float tau(int64_t row) const { return temperatures ? temperatures[row] : temperature; }
-  // Not 0, subnormal, infinite or NaN.
-  bool is_warm(int64_t row) const { return tau(row) >= FLT_MIN && tau(row) <= FLT_MAX; }
+  // Whether the temperature is a positive normal number.
+  bool has_temperature(int64_t row) const { return tau(row) >= FLT_MIN && tau(row) <= FLT_MAX; }
 };
 
 // Per-token results, [n_rows] each; null pointers where nobody asked.

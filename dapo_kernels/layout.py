@@ -159,7 +159,8 @@ class Layout:
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"
             )
         if not torch.finfo(self.dtype).tiny <= value <= torch.finfo(self.dtype).max:
-            raise self.fail("temperature", f"at least {torch.finfo(self.dtype).tiny:.3g} and finite", value)
+            limits = torch.finfo(self.dtype)
+            raise self.fail("temperature", f"in [{limits.tiny:.3g}, {limits.max:.3g}]", value)
         return float(value), None
 
     def request(

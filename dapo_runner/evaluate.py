@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import comb
 from statistics import fmean
 
@@ -33,85 +31,72 @@ class EvaluationError(RunError):
     """Every episode of every held-out problem has failed."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation: ``groups`` are all scored samples, ``metrics`` what is logged.
+def evaluate(
+    generate: GenerateGroups, prompts: Sequence[Prompt], config: Config
+) -> tuple[list[Group], dict[str, float]]:
+    """Sample every prompt k times with the evaluation settings. Return all scored samples, and what is logged.
 
-    ``reads_answers`` is False for a reward that may judge a response without extracting an answer.
-    """
-
-    groups: list[Group]
-    k: int
-    reads_answers: bool = True
-
-    @cached_property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of all problems. With several evaluation sets also `SET/metric` of each. With several data
-        sources also some of them as `SOURCE/metric` or `SET/SOURCE/metric`.
-        """
-        figures = self._figures(self.groups)
-        for name in sorted({group.prompt.eval_set for group in self.groups}):
-            area, in_set = f"{name}/" if name else "", [group for group in self.groups if group.prompt.eval_set == name]
-            if name:
-                figures |= {f"{area}{key}": value for key, value in self._figures(in_set).items()}
-            sources = sorted({group.prompt.source for group in in_set})
-            for source in sources if len(sources) > 1 else []:
-                by_source = self._figures([group for group in in_set if group.prompt.source == source])
-                shown = [key for key in by_source if key in SOURCE_FIGURES or key.startswith(("avg@", "cons@"))]
-                figures |= {f"{area}{source or 'no source'}/{key}": by_source[key] for key in shown}
-        return figures
-
-    def _figures(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return avg@k, cons@k, pass@1, 2, 4 … k, the mean reward without the length penalty and each of its parts,
-        the mean length in tokens, and shares in [0, 1] of truncated and unanswered responses.
-
-        cons@k and no_answer are left out if the reward does not report the answers it extracted.
-        """
-        samples = [sample for group in groups for sample in group.samples]
-        average = fmean(group.n_correct / len(group.samples) for group in groups)
-        turns = [len(sample.completion.policy_turns) for sample in samples]
-        right, wrong = (
-            [s.verdict.extracted is not None for s in samples if s.correct == kind] for kind in (True, False)
-        )
-        is_game = any(sample.verdict.rule == "environment" for sample in samples)
-        # A reward that extracts no answers, or only those of correct samples, leaves nothing to vote on.
-        extracts = all(right) and (any(wrong) or not wrong)
-        votes = any(right + wrong) or not average if self.reads_answers and not is_game else extracts
-        parts = sorted({name for sample in samples for name in sample.parts})
-        powers = [*(2**i for i in range(self.k.bit_length()) if 2**i < self.k), self.k]
-        return {
-            f"avg@{self.k}": average,
-            **({f"cons@{self.k}": fmean(map(consensus, groups))} if votes else {}),
-            **{f"pass@{j}": fmean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
-            "reward": fmean(sample.base_reward for sample in samples),
-            **{f"reward_{name}": fmean(s.parts[name] for s in samples if name in s.parts) for name in parts},
-            "length": sum(sample.completion.n_sampled for sample in samples) / len(samples),
-            "truncated": sum(sample.completion.truncated for sample in samples) / len(samples),
-            **({"turns": fmean(turns)} if any(turns) else {}),
-            **({"no_answer": fmean(not s.correct and s.verdict.extracted is None for s in samples)} if votes else {}),
-            "problems": float(len(groups)),
-        }
-
-
-def evaluate(generate: GenerateGroups, prompts: Sequence[Prompt], config: Config) -> Evaluation:
-    """Sample every prompt k times with the evaluation settings. ``generate`` scores by correctness.
-
-    The seed is the same in every evaluation. Failed episodes are left out. Raises EvaluationError if all failed.
+    ``generate`` scores by correctness. The seed is the same in every evaluation. Failed episodes are left out. Raises
+    EvaluationError if all failed.
     """
     settings = config.evaluation
     sampling = settings.params(
-        n=settings.k,
-        stop=tuple(config.rollout.stop),
-        max_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
-        seed=SEED,
+        n=settings.k, stop=tuple(config.rollout.stop), max_tokens=config.evaluation_tokens, seed=SEED
     )
     scored = generate(make_requests(prompts, sampling))
     groups = [group for group in scored if group.samples]  # of the others every episode has failed
     if not groups:
-        raise EvaluationError(
-            f"evaluation: expected an episode of {len(prompts)} problems that does not fail, got none"
-        )
-    return Evaluation(groups, settings.k, reads_answers(config.reward))
+        raise EvaluationError(f"evaluation: all episodes of all {len(prompts)} problems failed")
+    return groups, evaluation_metrics(groups, settings.k, reads_answers(config.reward))
+
+
+def evaluation_metrics(groups: Sequence[Group], k: int, reads_answers: bool = True) -> dict[str, float]:
+    """Return the metrics of all problems. With several evaluation sets also `SET/metric` of each. With several data
+    sources also some of them as `SOURCE/metric` or `SET/SOURCE/metric`.
+
+    ``reads_answers`` is False for a reward that may judge a response without extracting an answer.
+    """
+    figures = _figures(groups, k, reads_answers)
+    for name in sorted({group.prompt.eval_set for group in groups}):
+        area, in_set = f"{name}/" if name else "", [group for group in groups if group.prompt.eval_set == name]
+        if name:
+            figures |= {f"{area}{key}": value for key, value in _figures(in_set, k, reads_answers).items()}
+        sources = sorted({group.prompt.source for group in in_set})
+        for source in sources if len(sources) > 1 else []:
+            by_source = _figures([group for group in in_set if group.prompt.source == source], k, reads_answers)
+            shown = [key for key in by_source if key in SOURCE_FIGURES or key.startswith(("avg@", "cons@"))]
+            figures |= {f"{area}{source or 'no source'}/{key}": by_source[key] for key in shown}
+    return figures
+
+
+def _figures(groups: Sequence[Group], k: int, reads_answers: bool) -> dict[str, float]:
+    """Return avg@k, cons@k, pass@1, 2, 4 … k, the mean reward without the length penalty and each of its parts, the
+    mean length in tokens, and shares in [0, 1] of truncated and unanswered responses.
+
+    cons@k and no_answer are left out if the reward does not report the answers it extracted.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    average = fmean(group.n_correct / len(group.samples) for group in groups)
+    turns = [len(sample.completion.policy_turns) for sample in samples]
+    right, wrong = ([s.verdict.extracted is not None for s in samples if s.correct == kind] for kind in (True, False))
+    is_game = any(sample.verdict.rule == "environment" for sample in samples)
+    # A reward that extracts no answers, or only those of correct samples, leaves nothing to vote on.
+    extracts = all(right) and (any(wrong) or not wrong)
+    votes = any(right + wrong) or not average if reads_answers and not is_game else extracts
+    parts = sorted({name for sample in samples for name in sample.parts})
+    powers = [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
+    return {
+        f"avg@{k}": average,
+        **({f"cons@{k}": fmean(map(consensus, groups))} if votes else {}),
+        **{f"pass@{j}": fmean(pass_estimate(len(g.samples), g.n_correct, j) for g in groups) for j in powers},
+        "reward": fmean(sample.base_reward for sample in samples),
+        **{f"reward_{name}": fmean(s.parts[name] for s in samples if name in s.parts) for name in parts},
+        "length": sum(sample.completion.n_sampled for sample in samples) / len(samples),
+        "truncated": sum(sample.completion.truncated for sample in samples) / len(samples),
+        **({"turns": fmean(turns)} if any(turns) else {}),
+        **({"no_answer": fmean(not s.correct and s.verdict.extracted is None for s in samples)} if votes else {}),
+        "problems": float(len(groups)),
+    }
 
 
 def pass_estimate(n: int, correct: int, j: int) -> float:

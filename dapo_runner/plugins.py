@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.errors import ConfigError
+from dapo_runner.errors import ConfigError, describe_error
 
 
 def import_function(key: str, use: str) -> Callable[..., Any]:
@@ -24,6 +24,8 @@ def import_function(key: str, use: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{key}: expected module:name, importable from here, got {use!r} ({error})") from error
+    except Exception as error:
+        raise ConfigError(f"{key}: expected {module_name} to import, got {describe_error(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         near = difflib.get_close_matches(function_name, vars(module), n=1)

@@ -70,12 +70,10 @@ def make_model(config: TinyModelConfig, tokenizer: Any, max_positions: int) -> A
             intermediate_size=config.intermediate_size,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
             max_position_embeddings=max_positions,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
-            attn_implementation="sdpa",
         )
     )
 

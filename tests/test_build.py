@@ -65,7 +65,15 @@ def test_an_nvcc_that_fails_leaves_the_cpu_module(demanded: bool, tmp_path: Path
     assert "unsupported GNU version" in result.stderr
     assert "DAPO_KERNELS_CUDA=0" in result.stderr.strip().splitlines()[-1]
     assert "Traceback" not in result.stderr
-    assert [path.name.partition(".")[0] for path in (tmp_path / "build").rglob("*.so")] == ["_C"]
+    (built,) = (tmp_path / "build").rglob("*.so")
+    assert built.name.startswith("_C.")
+    built.with_name(built.name.replace("_C", "_cuda")).touch()  # of earlier sources
+    build(tmp_path / "build", **environment, DAPO_KERNELS_CUDA="1" if demanded else "")
+    assert [*(tmp_path / "build").rglob("*.so")] == [built]
+    (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+    result = build(tmp_path / "other", **environment, DAPO_KERNELS_CUDA="1" if demanded else "")
+    assert (result.returncode == 0) != demanded, result.stderr
+    assert "--version fails" in result.stderr
 
 
 @pytest.mark.parametrize("archs", ["hopper", "75", "90a;;80"])

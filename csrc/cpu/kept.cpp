@@ -37,7 +37,7 @@ bool gather(const Rows& logits, const TokenInputs& tokens, const KeptIds& list, 
     const bool alone = !partial && list.starts[row + 1] == first + 1;
     // It has probability 1 whatever its logit, if that is finite (the shifts drop the sign): at 0 nothing is rounded.
     if (alone && static_cast<Bits>(to[first] << 1) < static_cast<Bits>(low << 1)) to[first] = 0;
-    if (!all_here || places[row] < 0 || !tokens.is_warm(row)) good.store(false, std::memory_order_relaxed);
+    if (!all_here || places[row] < 0 || !tokens.has_temperature(row)) good.store(false, std::memory_order_relaxed);
   }
   return good;
 }

@@ -13,8 +13,8 @@ struct KeptIds {
 
 // Copies the kept logits of live rows to `kept`, in the same order, and to places[r] where the row's target is among
 // them. The answer is false when some live row keeps an id that is no column, or not its target, or has a temperature
-// that is no temperature. With `partial`, where the lists are those of longer rows, the first two are no fault: what is in
-// another part is -inf here, and a place may be -1.
+// that is not a positive normal number. With `partial`, where the lists are those of longer rows, the first two are no
+// fault: what is in another part is -inf here, and a place may be -1.
 bool gather_kept(const Rows& logits, const TokenInputs& tokens, const KeptIds& list, bool partial, const Rows& kept,
                  int64_t* places, int threads);
 

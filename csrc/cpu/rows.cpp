@@ -165,7 +165,7 @@ Fault find_fault(const Rows& logits, const TokenInputs& tokens) {
     if (!tokens.live[row]) continue;
     const int64_t target = tokens.target_ids[row];
     if (target < 0 || target >= logits.n_cols) return {InputFault::target_out_of_range, row};
-    if (!tokens.is_warm(row)) return {InputFault::bad_temperature, row};
+    if (!tokens.has_temperature(row)) return {InputFault::bad_temperature, row};
   }
   return {InputFault::none, -1};
 }

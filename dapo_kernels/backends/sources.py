@@ -20,7 +20,9 @@ def digest() -> str:
 
 
 def built_from_others(module: Any) -> str | None:
-    """Return that a module was built from other sources than those beside the package, if there are any; else None."""
+    """Return a message if the sources beside the package are not those that the module was built from. None if they
+    are, or if there are none.
+    """
     if not (CSRC / "surrogate.h").exists() or getattr(module, "sources", None) == digest():
         return None
     return f"{module.__file__} was built from other sources than those in {CSRC}; pip install -e . in {CSRC.parent}"

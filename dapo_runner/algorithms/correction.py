@@ -112,9 +112,7 @@ def correct(
 def _reduce_sequences(values: Tensor, mask: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:
     """Return for each token the sum of its sequence, or the mean over the masked-in tokens of its sequence."""
     lengths = cu_seqlens.diff().long()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-    totals = values.new_zeros(len(lengths)).index_add(0, sequence, values)
+    totals = torch.segment_reduce(values, "sum", lengths=lengths)
     if mean:
-        counts = values.new_zeros(len(lengths)).index_add(0, sequence, mask.to(values.dtype))
-        totals = totals / counts.clamp(min=1)
-    return totals[sequence]
+        totals = totals / torch.segment_reduce(mask.to(values.dtype), "sum", lengths=lengths).clamp(min=1)
+    return totals.repeat_interleave(lengths)

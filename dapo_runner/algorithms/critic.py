@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,27 +20,25 @@ from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.optimizer import TrainedModel, learning_rate
 from dapo_runner.config import Config
 from dapo_runner.parallel.ulysses import gather_positions, shard_positions
-from dapo_runner.policy.model import Policy, ValueHead
+from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch
 
 SCALE_METRICS = {"loss_scale": "value_loss_scale", "skipped_updates": "value_skipped_updates"}
 
 
-class ValueLoss(NamedTuple):
-    """Sums over the training tokens, 0-d: the differentiable loss, and the number of tokens stopped by the clip."""
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return sums over the training tokens, 0-d: the differentiable loss, and the number of tokens stopped by the clip.
 
-    loss: Tensor
-    clipped: Tensor
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
-    """Return the value loss. Tensors are [T], ``mask`` bool. Masked positions may hold anything, also NaN."""
+    Tensors are [T], ``mask`` bool. Masked positions may hold anything, also NaN.
+    """
     error = (values - returns).masked_fill(~mask, 0.0).square()
     if clip is None:
-        return ValueLoss(0.5 * error.sum(), torch.zeros_like(error).sum())
+        return 0.5 * error.sum(), torch.zeros_like(error).sum()
     clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).masked_fill(~mask, 0.0).square()
     outside = (values - old_values).abs() > clip  # inside, the two errors differ only by rounding
-    return ValueLoss(0.5 * torch.maximum(error, clipped).sum(), (outside & (clipped > error)).sum())
+    return 0.5 * torch.maximum(error, clipped).sum(), (outside & (clipped > error)).sum()
 
 
 class Critic:
@@ -52,12 +49,6 @@ class Critic:
         self.model, self.config, self.settings = model, config, config.critic
         self.world, self.trained = model.world, TrainedModel(model, config, "critic.")
 
-    @property
-    def head(self) -> ValueHead:
-        head = self.model.model.value_head
-        assert isinstance(head, ValueHead)
-        return head
-
     @torch.no_grad()
     def add_values(self, mini: MiniBatch) -> None:
         """Compute the values of the micro-batches, float32 [T]. Collective."""
@@ -67,18 +58,19 @@ class Critic:
             mini.micro_batches[index] = replace(batch, values=values.to(batch.mask.device))
 
     def _local_values(self, batch: PackedBatch) -> Tensor:
-        return self.head(self.model.hidden_states(batch))
+        values: Tensor = self.model.model.value_head(self.model.hidden_states(batch))
+        return values
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError."""
         rate = learning_rate(self.config, step) * self.settings.lr / self.config.optimizer.lr
-        losses: list[ValueLoss] = []
+        losses: list[tuple[Tensor, Tensor]] = []
 
         def compute_loss(index: int) -> Tensor:
-            out = self.model.run(partial(self._loss, mini.micro_batches[index]))
-            losses.append(ValueLoss(out.loss.detach(), out.clipped))
+            loss, clipped = self.model.run(partial(self._loss, mini.micro_batches[index]))
+            losses.append((loss.detach(), clipped))
             # FSDP2 averages over ranks; the denominator turns the mean into a sum.
-            return out.loss * (self.world.size / mini.n_tokens * mini.loss_scale)
+            return loss * (self.world.size / mini.n_tokens * mini.loss_scale)
 
         self.trained.accumulate_gradients(mini, compute_loss)
         norm = float(self.trained.clip_gradients())
@@ -93,8 +85,8 @@ class Critic:
         means = {"value_loss": loss / mini.n_tokens, "value_clip": clipped / mini.n_tokens}
         return {**means, "value_grad_norm": norm, "value_lr": rate, **scale}
 
-    def _loss(self, batch: PackedBatch) -> ValueLoss:
-        """Return the loss of this rank's positions."""
+    def _loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return ``value_loss`` of this rank's positions."""
         assert batch.values is not None
         assert batch.returns is not None
         values, group = self._local_values(batch), self.world.sequence_group

@@ -28,4 +28,4 @@ from dapo_runner.checkpoint.files import (
     writing,
 )
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
-from dapo_runner.checkpoint.snapshot import Resumable, take_snapshot
+from dapo_runner.checkpoint.snapshot import take_snapshot

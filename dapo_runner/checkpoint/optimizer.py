@@ -31,9 +31,9 @@ _MASTER = "master"
 _FILE_BYTES = 2**30  # a file is assembled in memory
 
 
-def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
+def optimizer_tensors(learner: Learner, *, copied: bool) -> dict[str, Tensor]:
     """Return the optimizer state of all trained weights by name, and the masters that model/ does not contain; as
-    shards if the weights are sharded.
+    shards if the weights are sharded. ``copied``: return copies on the CPU.
     """
     tensors, policy = {}, learner.policy
     is_exact = policy.world.is_single_process and policy.compute == torch.float32 and not has_adapters(policy.model)
@@ -43,11 +43,8 @@ def optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
                 tensors[f"{part.prefix}{name}/{_MASTER}"] = master.detach()
             for kind, value in part.state_of(master).items():
                 tensors[f"{part.prefix}{name}/{kind}"] = value
-    return tensors
-
-
-def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU."""
+    if not copied:
+        return tensors
     with closing(DefaultStager(StagingOptions(*[False] * 4))) as stager:
         return cast("dict[str, Tensor]", stager.stage(tensors))
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import files, model_files, optimizer
 from dapo_runner.checkpoint.files import Checkpoint
-from dapo_runner.checkpoint.snapshot import STATE_FILE, Resumable, encode_snapshot, restore_snapshot
+from dapo_runner.checkpoint.snapshot import STATE_FILE, encode_snapshot, restore_snapshot
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, has_adapters, save_adapters
 from dapo_runner.policy.model import Policy
@@ -64,9 +65,7 @@ def _stage(
         unfinished = world.broadcast_from_rank0(lambda: files.begin(path))
         _write_settings(learner.policy, unfinished)
         weights = model_files.stage_model(learner.policy, copied=copied)
-    tensors = optimizer.optimizer_tensors(learner)
-    if copied:
-        tensors = optimizer.stage(tensors)
+    tensors = optimizer.optimizer_tensors(learner, copied=copied)
 
     def write_own(world: World, written: list[Path]) -> tuple[dict[str, Any], dict[str, int]]:
         """Write this rank's weights. Return the manifest entries of its files and the sizes of its weights."""
@@ -106,7 +105,7 @@ def _write_settings(policy: Policy, unfinished: Path) -> None:
     policy.world.broadcast_from_rank0(write)
 
 
-def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Resumable) -> int:
+def load_checkpoint(checkpoint: Checkpoint, learner: Learner, sampler: Stateful) -> int:
     """Restore learner, sampler and generators. Return the number of ranks that wrote the checkpoint. Collective.
 
     The policy must be loaded from ``checkpoint.model``; with LoRA from the base model, because ``checkpoint.model`` has

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.parallel.world import World
 
 STATE_FILE = "state.pt"
 
 
-class Resumable(Protocol):
-    """An iterator over the data of a run whose state can be saved: a sampler, or the cursor of supervised training."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def take_snapshot(sampler: Resumable) -> dict[str, Any]:
-    """Return the state of the sampler and of this rank's random generators."""
+def take_snapshot(sampler: Stateful) -> dict[str, Any]:
+    """Return the state of a sampler, or of supervised training's cursor, and of this rank's random generators."""
     return {"sampler": sampler.state_dict(), "rng": _rng_state()}
 
 
@@ -42,7 +34,7 @@ def encode_snapshot(step: int, snapshot: dict[str, Any], scalers: list[GradScale
     return buffer.getvalue()
 
 
-def restore_snapshot(folder: Path, sampler: Resumable, scalers: list[GradScaler], world: World) -> int:
+def restore_snapshot(folder: Path, sampler: Stateful, scalers: list[GradScaler], world: World) -> int:
     """Restore the sampler, the loss scalers and the generators. Return the number of ranks that saved them.
 
     If the number of ranks has changed, every rank gets the generators of rank 0.

@@ -43,14 +43,14 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None
         worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
-        result = evaluate(worker.generate, dataset.heldout, config)
+        groups, metrics = evaluate(worker.generate, dataset.heldout, config)
     for warning in episodes.take_warnings() if episodes else ():
         complain(warning)
-    for group in result.groups[: options.show]:
+    for group in groups[: options.show]:
         print_response(group)
-    print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in result.metrics.items()}})
+    print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in metrics.items()}})
     if options.json is not None:
-        options.json.write_text(json.dumps({"model": str(source), **result.metrics}, indent=1), encoding="utf-8")
+        options.json.write_text(json.dumps({"model": str(source), **metrics}, indent=1), encoding="utf-8")
     return 0
 
 

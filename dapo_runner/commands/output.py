@@ -30,6 +30,8 @@ def share_warnings() -> None:
 
 def quiet_libraries() -> None:
     """Turn off the progress bars and warnings of libraries, which would break the progress display."""
+    # The trainer divides by numbers of responses. In a small micro-batch they may equal the number of tokens.
+    warnings.filterwarnings("ignore", ".* denominator equals the number of live tokens", UserWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Pat
         return Path(name)
     known = recipes() if known is None else known
     if name not in known:
-        raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)})")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)}){hint}")
     return known[name]
 
 

@@ -6,13 +6,10 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.commands.output import print_rows, quiet_libraries
 from dapo_runner.commands.train import check_start
 from dapo_runner.config import SftConfig, apply_overrides, parse, read_recipe
-from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.policy.lengths import is_local
 from dapo_runner.policy.model import load_tokenizer
@@ -27,7 +24,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         check_start(recipe, recipe.training())
         print_rows(_summary(recipe))
         return 0
-    folder = sft(recipe, make_progress(recipe.logging.progress, Console()))
+    folder = sft(recipe)
     newest = latest_checkpoint(folder / CHECKPOINTS)
     if int(os.environ.get("RANK", 0)) == 0 and newest is not None:
         print(f"model: {newest.model}")

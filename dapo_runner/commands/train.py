@@ -6,8 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from dapo_runner.checkpoint import checkpoint_to_resume
 from dapo_runner.commands.output import print_evaluations, print_rows, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
@@ -16,7 +14,6 @@ from dapo_runner.data.curriculum import make_curriculum
 from dapo_runner.data.dataset import load_data
 from dapo_runner.files import check_writable
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
-from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.report import write_report
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.loop import train
@@ -39,7 +36,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _dry_run(config)
     if options.simulate:
         return _simulate(config)
-    folder = train(config, make_progress(config.logging.progress, Console()))
+    folder = train(config)
     if int(os.environ.get("RANK", 0)) == 0:
         print_evaluations(f"{folder}: held-out problems", before_and_after(folder))
         print(f"picture: {write_report(folder)}")

@@ -1,32 +1,11 @@
 """The configuration. Its defaults are those of the DAPO paper (arXiv 2503.14476, Section 4.1)."""
 
-from dapo_runner.config.commands import (
-    ConvertConfig,
-    FigureConfig,
-    SftColumnsConfig,
-    SftConfig,
-    SftDataConfig,
-    StudyConfig,
-    VariantConfig,
-)
+from dapo_runner.config.commands import ConvertConfig, SftConfig, SftDataConfig, StudyConfig, VariantConfig
 from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
 from dapo_runner.config.environment import EnvironmentConfig
-from dapo_runner.config.reading import (
-    apply_overrides,
-    check_config,
-    dump_config,
-    load_config,
-    parse,
-    read_recipe,
-)
+from dapo_runner.config.reading import apply_overrides, check_config, dump_config, load_config, parse, read_recipe
 from dapo_runner.config.reward import AuxiliaryModel, JudgeConfig, JudgePrompt, OverlongConfig, RewardConfig
-from dapo_runner.config.rollout import (
-    CorrectionConfig,
-    CurriculumConfig,
-    EvaluationConfig,
-    RolloutConfig,
-    SamplerConfig,
-)
+from dapo_runner.config.rollout import CorrectionConfig, EvaluationConfig, RolloutConfig, SamplerConfig
 from dapo_runner.config.run import LoggingConfig, RolloutLogConfig, RunConfig
 from dapo_runner.config.section import failures, flatten, lay_over, lay_settings
 from dapo_runner.config.settings import Config, cautions, check_schedule, resolved

@@ -6,22 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from dapo_runner.config.data import DataConfig, EvalSetConfig, ProblemsConfig, PromptsConfig
 from dapo_runner.config.reward import AuxiliaryModel, JudgePrompt
 from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
-from dapo_runner.config.section import (
-    Check,
-    Folder,
-    MayChange,
-    Name,
-    NonNegativeInt,
-    Plain,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from dapo_runner.config.section import Check, Folder, MayChange, Name, NonNegativeInt, Plain, PositiveInt, Section
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig, OptimizerConfig
 
@@ -131,7 +121,8 @@ class StudyConfig(Section):
         yield "variants", len(set(names)) == len(names), f"names that differ (not {', '.join(names)})"
         for n, variant in enumerate(self.variants):
             is_above = {variant.over, variant.against} <= {None, *names[:n]}
-            yield "variants", is_above, f"{variant.name}'s over and against to be variants further up"
+            above = f"to name a variant above it: {', '.join(names[:n])}" if n else "to be null in the first variant"
+            yield "variants", is_above, f"{variant.name}'s over and against {above}"
         for figure in self.figures:
             yield "figures", set(figure.variants) <= set(names), f"variants of this study in {figure.name}"
         yield "entropy_fit", set(self.entropy_fit) <= set(names), "variants of this study"

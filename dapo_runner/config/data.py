@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from dapo_runner.config.section import Check, Int, Name, NonNegativeInt, Plain, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import Check, Int, Name, NonNegativeInt, Plain, PositiveInt, Section
 
 GYM_TEMPLATE = "{question}\n\nGive your final answer between <answer> and </answer>."  # reasoning-gym reads these tags
 

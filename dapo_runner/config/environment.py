@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapo_runner.config.section import BelowOne, Check, PositiveFloat, PositiveInt, Section
+from pydantic import PositiveFloat
+
+from dapo_runner.config.section import BelowOne, Check, PositiveInt, Section
 
 
 class EnvironmentConfig(Section):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dapo_kernels.objectives import FIELDS
-from dapo_runner.config.section import MAY_CHANGE, Section, Unquoted, problems_of, set_key
+from dapo_runner.config.section import MAY_CHANGE, Section, Unquoted, problems_of, read_plain, set_key
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig
 from dapo_runner.errors import ConfigError
@@ -47,6 +47,18 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quote every text that ``_Loader`` would read as a number or a switch."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = None if read_plain(Unquoted(text)) == text else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -95,7 +107,8 @@ def check_config(config: Section) -> None:
 
 def dump_config(config: Section) -> str:
     """Return the whole configuration as YAML, defaults included. ``load_config`` reads back an equal configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json", by_alias=True)
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

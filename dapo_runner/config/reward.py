@@ -6,18 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from pydantic import PositiveFloat
+
 from dapo_runner.config.rollout import host_and_port
-from dapo_runner.config.section import (
-    BelowOne,
-    Check,
-    MayChange,
-    Name,
-    NonNegativeInt,
-    Plain,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from dapo_runner.config.section import BelowOne, Check, MayChange, Name, NonNegativeInt, Plain, PositiveInt, Section
 
 JUDGE_TEMPLATE = """\
 Decide whether the final answer of a response to a problem agrees with the reference answer.

@@ -10,18 +10,9 @@ from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from dapo_runner.config.section import (
-    Check,
-    MayChange,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-)
+from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveInt, Section, Share
 from dapo_runner.types import SamplingParams
 
 # vLLM 0.32 raises smaller temperatures to 0.01 and rejects those above 2.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PositiveFloat
 
-from dapo_runner.config.section import Check, Folder, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from dapo_runner.config.section import Check, Folder, MayChange, NonNegativeInt, PositiveInt, Section
 from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
 
 
@@ -82,11 +82,6 @@ class LoggingConfig(Section):
     # trackers that also receive the metrics
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dapo"  # project in the trackers; for MLflow the experiment
-
-    @property
-    def n_samples(self) -> int:
-        """Number of responses in the trackers' table of a step or an evaluation, each of another group."""
-        return 8 if self.rollouts.groups is None else min(8, self.rollouts.groups)
 
 
 class TrainingConfig(Section):

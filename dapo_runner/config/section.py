@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -43,11 +44,9 @@ Plain = Annotated[Any, BeforeValidator(read_plain)]  # for a setting of any type
 Int = Annotated[int, BeforeValidator(_read_number)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+Folder = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # it is used in metric and file names
 MAY_CHANGE = "may change when a run resumes"
 MayChange = Annotated[T, MAY_CHANGE]  # for a setting or a whole section

@@ -7,20 +7,9 @@ from collections.abc import Iterator
 from itertools import combinations_with_replacement
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from dapo_runner.config.section import (
-    BelowOne,
-    Check,
-    MayChange,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Plain,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Share,
-)
+from dapo_runner.config.section import BelowOne, Check, MayChange, NonNegativeInt, Plain, PositiveInt, Section, Share
 
 
 class WarmupConfig(Section):
@@ -144,7 +133,8 @@ class CriticConfig(Section):
 
     path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
     lr: MayChange[PositiveFloat] = 9e-6  # peak learning rate; it follows optimizer.schedule
-    warmup_steps: NonNegativeInt = 0  # only the critic trains up to this step, also in a fork
+    # only the critic trains in these first steps; a fork counts from the start of its original run
+    warmup_steps: NonNegativeInt = 0
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 
 
@@ -212,7 +202,3 @@ class ParallelConfig(Section):
     sequence: PositiveInt = 1  # sequence parallelism: GPUs that share the positions of one micro-batch
     rollout_tensor: PositiveInt = 1  # tensor parallelism of the rollout engine: GPUs per copy of its weights
     timeout: PositiveFloat = 1800.0  # seconds that a rank waits for another rank
-
-    def checks(self) -> Iterator[Check]:
-        for name in ("sequence", "rollout_tensor", "replicate"):
-            yield name, self.gpus == 1 or self.gpus % getattr(self, name) == 0, f"a divisor of gpus={self.gpus}"

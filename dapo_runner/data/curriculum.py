@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dapo_runner.config import ConfigError, CurriculumConfig
+from dapo_runner.config.rollout import CurriculumConfig
+from dapo_runner.errors import ConfigError
 from dapo_runner.types import Group, Prompt
 
 

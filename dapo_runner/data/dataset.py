@@ -129,7 +129,8 @@ def cut_heldout(rows: Sequence[T], size: int, key: str) -> list[T]:
     """Sample held-out rows, the same in all runs over a file. ``key``: the setting for held-out rows from elsewhere."""
     if size >= len(rows) > 0:
         raise ConfigError(
-            f"data.eval_size: expected fewer than the {len(rows)} training rows, got {size}. Lower it, or set {key}."
+            f"data.eval_size: expected fewer than the {len(rows)} training rows (repeated ones left out), got {size}. "
+            f"Lower it, or set {key}."
         )
     return random.Random("held-out").sample(rows, size if rows else 0)
 

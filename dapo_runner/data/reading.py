@@ -40,8 +40,13 @@ class Problem:
     def key(self) -> str:
         """A hash that is equal for rows with the same text, apart from white space; of a game for equal rows."""
         text = "\0".join([*(f"{role}:{content}" for role, content in self.context), self.question])
-        columns = json.dumps(self.row, sort_keys=True, default=repr) if self.is_game else ""
+        columns = json.dumps(self.row, sort_keys=True, default=_spell) if self.is_game else ""
         return hashlib.sha256(f"{' '.join(text.split())}{columns}".encode()).hexdigest()
+
+
+def _spell(value: Any) -> str:
+    """Return a text that is equal for equal values; the repr of an image has its address."""
+    return value.tobytes().hex() if hasattr(value, "tobytes") else repr(value)
 
 
 def read_problems(
@@ -98,7 +103,8 @@ def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, 
     except ConfigError:
         raise
     except (ValueError, OSError) as error:  # not UTF-8, no Parquet, no permission
-        raise ConfigError(f"{path}: expected a {path.suffix} file in UTF-8, got an error: {error}") from error
+        text = " in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigError(f"{path}: expected a readable {path.suffix} file{text}, got an error: {error}") from error
 
 
 def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
@@ -191,7 +197,9 @@ def _make_problem(
 def _answer_text(answer: Any) -> str:
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str | int | float):
         (answer,) = answer
-    if isinstance(answer, float) and answer.is_integer():  # pandas makes floats of integers beside a missing value
+    if (
+        isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
+    ):  # pandas makes floats of integers beside a missing value
         answer = int(answer)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     if answer is None or not text.strip():

@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as Bar
 
 from dapo_runner.logging.metric_table import console_metrics
-from dapo_runner.logging.speed import speed_line
 from dapo_runner.rollout.group_buffer import SamplingStats
 
 Figures = Mapping[str, float]
+SPEED = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
 
 
 class Progress:
@@ -46,7 +46,8 @@ class Progress:
     def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
         self.bar.update(self.task, completed=step)
         shown = (f"{metric.console} {metric.form.format(figures[metric.key])}" for metric in console_metrics(figures))
-        times = ", ".join(filter(None, (time_line(seconds), speed_line(speed))))
+        speeds = (form.format(speed[key]) for key, form in SPEED.items() if key in speed)
+        times = ", ".join([time_line(seconds), *speeds])
         self.note(f"step {step}/{self.bar.tasks[0].total}  {'  '.join(shown)}  {times}")
 
     def evaluation(self, step: int, figures: Figures) -> None:

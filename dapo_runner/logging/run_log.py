@@ -20,6 +20,7 @@ from dapo_runner.types import Group, PackedBatch, TrainingSequence
 
 CHECKPOINTS = "checkpoints"
 CHANGES_FILE = "changes.jsonl"
+TABLE_ROWS = 8  # responses in the trackers' table of a step or an evaluation, each of another group
 
 Changes = Iterable[tuple[str, Any, Any]]
 """Settings with their values before and after."""
@@ -29,19 +30,14 @@ class RunLog:
     """Write the files of a run. Its methods raise CheckpointError if a file cannot be written."""
 
     def __init__(
-        self,
-        config: Config | SftConfig,
-        trackers: Trackers,
-        *,
-        first_step: int,
-        keep_through: int,
-        tokenizer: Any = None,
+        self, config: Config | SftConfig, trackers: Trackers, *, first_step: int, keep_through: int, tokenizer: Any
     ) -> None:
         """Continue after ``first_step`` and keep the log lines of steps up to ``keep_through``. For a new run that is
         one less than ``first_step``, to remove the lines of an attempt that saved no checkpoint.
         """
         folder, settings = config.run_dir, config.logging
-        self.folder, self.first_step, self.trackers, self.n_samples = folder, first_step, trackers, settings.n_samples
+        self.folder, self.first_step, self.trackers = folder, first_step, trackers
+        self.n_groups = settings.rollouts.groups  # whose first sample goes to the trackers
         self.metrics = MetricsLog(folder / METRICS_FILE, keep_through=keep_through)
         self._timings = MetricsLog(folder / TIMINGS_FILE, keep_through=keep_through)
         token_tokenizer = tokenizer if settings.rollouts.per_token else None
@@ -60,14 +56,14 @@ class RunLog:
         with _writing(self.folder, ROLLOUTS):
             self._rollouts.write(step, groups, sequences, values)
         self.figures(step, "step", figures)
-        self.trackers.samples(step, "samples/trained", groups[: self.n_samples])
+        self.trackers.samples(step, "samples/trained", groups[: self.n_groups][:TABLE_ROWS])
 
     def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Write an evaluation's metrics and responses."""
         with _writing(self.folder, EVALUATIONS):
             self._evaluations.write(step, groups)
         self.figures(step, "eval", figures)
-        self.trackers.samples(step, "samples/eval", groups[: self.n_samples])
+        self.trackers.samples(step, "samples/eval", groups[: self.n_groups][:TABLE_ROWS])
 
     def figures(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
         """Write a line of `metrics.jsonl` and send it to the trackers."""

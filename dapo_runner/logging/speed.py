@@ -15,13 +15,12 @@ from dapo_runner.types import TrainingSequence
 # Dense bfloat16 FLOPS from the vendors' data sheets, by a part of the device's name.
 PEAKS = {"B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
 PEAKS |= {"A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
-SHOWN = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
 
 
 def training_flops(model: Any, lengths: Iterable[int]) -> float:
-    """Return the FLOPs of forward and backward passes over sequences of L tokens: 6·L per parameter but embeddings (4·L
-    if it is frozen, and only the experts of a token), and per layer 6·L²·(heads·head_dim) for causal attention.
-    Recomputation does not count.
+    """Return the FLOPs of forward and backward passes over sequences of L tokens. A parameter costs 6·L, a frozen one
+    4·L, embeddings nothing. Of experts only those of a token count. Causal attention costs 6·L²·heads·head_dim per
+    layer. Recomputation does not count.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
@@ -55,8 +54,3 @@ def speed_metrics(
     if peak is not None and busy:
         figures["mfu"] = training_flops(policy.model, lengths) / (busy * world.size * peak)
     return {**figures, "memory_gib": max(world.all_gather_object(memory))}
-
-
-def speed_line(figures: Mapping[str, float]) -> str:
-    """Return the speed metrics as text for the console."""
-    return ", ".join(form.format(figures[key]) for key, form in SHOWN.items() if key in figures)

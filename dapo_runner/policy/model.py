@@ -347,7 +347,10 @@ def check_policy(policy: Policy) -> None:
     ids = torch.arange(9) % vocab_size
     try:
         if not (hidden := hidden_of(ids, [len(ids)])).isfinite().all():
-            raise ValueError(f"weights of {config.name_or_path} that are not finite, or overflow in model.dtype")
+            raise ValueError(
+                f"weights of {config.name_or_path} that are not finite, or overflow in model.dtype. To go on from an "
+                "earlier checkpoint, set run.from=RUN@STEP and a smaller optimizer.lr"
+            )
         if not is_packable(hidden_of, vocab_size):
             raise ValueError(f"the packed sequences of {name} see each other")
         if not is_causal(hidden_of, vocab_size):

@@ -39,7 +39,6 @@ from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_back
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
 from dapo_runner.preflight.memory import ASLEEP, GPUS_OF_A_MACHINE, PUBLISHED, host_estimate, model_shape, model_values
-from dapo_runner.preflight.needs import heads_that_do_not_divide
 from dapo_runner.types import PackedBatch, TrainingSequence
 
 # FSDPMemTracker's kinds of memory, by readable labels.
@@ -144,8 +143,6 @@ def _pretended_ranks(config: Config) -> Iterator[World]:
 
     gpus = config.parallel.gpus
     layout = make_layout(config, gpus, min(gpus, GPUS_OF_A_MACHINE))
-    if refused := list(heads_that_do_not_divide(config, layout)):
-        raise ConfigError("\n".join(refused))
     if gpus == 1:
         yield SINGLE_PROCESS
         return
@@ -162,8 +159,8 @@ def _model_folder(config: Config) -> Iterator[Path]:
     values = model_values(config.model)
     if values is None or model_shape(config.model) is None or config.model.path is None:
         raise ConfigError(
-            f"model.path: expected a folder with the config.json of a decoder or one of {', '.join(PUBLISHED)}, got "
-            f"{config.model.path!r}; --simulate downloads nothing"
+            "model.path: expected a folder whose config.json has hidden_size and the like, or one of "
+            f"{', '.join(PUBLISHED)}, got {config.model.path!r}; --simulate downloads nothing"
         )
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(values), encoding="utf-8")

@@ -173,14 +173,10 @@ def choice_rule(text: str, answer: str) -> Verdict:
 
 def exact_rule(text: str, answer: str) -> Verdict:
     """Compare the last `Answer: …` line, else the whole response, without case, white space and outer punctuation."""
-    extracted, rule = _plain_answer(text)
-    return Verdict(bool(extracted) and extracted == _plain(answer), extracted[:SHOWN] or None, rule)
-
-
-def _plain_answer(text: str) -> tuple[str, str]:
     tail = text[-TEXT_WINDOW:]
     lines = _MARKED_LINE.findall(tail)
-    return (_plain(lines[-1]), "answer-line") if lines else (_plain(tail), "whole")
+    extracted, rule = (_plain(lines[-1]), "answer-line") if lines else (_plain(tail), "whole")
+    return Verdict(bool(extracted) and extracted == _plain(answer), extracted[:SHOWN] or None, rule)
 
 
 def _plain(text: str) -> str:

@@ -86,7 +86,11 @@ class EpisodeRunner:
             if len(failed) > self.config.max_failed * len(plays) + 1e-9:
                 raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error
         for group in groups:
-            if any(one.environment_reward is not None for one in group):
+            has_reward = any(one.environment_reward is not None for one in group)
+            # The first turn of all episodes of a game was truncated: no step could give a reward.
+            if has_reward or all(
+                hasattr(one.environment, "step") and len(one.policy_turns) == 1 and one.truncated for one in group
+            ):
                 ends = [one.turns[-1]._replace(reward=one.turns[-1].reward or 0.0) for one in group]
                 group[:] = [replace(one, turns=(*one.turns[:-1], end)) for one, end in zip(group, ends, strict=True)]
         return groups

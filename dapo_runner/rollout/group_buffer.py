@@ -167,7 +167,8 @@ class GroupBuffer:
             f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "
             f"Of {n['groups']} groups {n['all_correct']} are all correct, {n['all_incorrect']} all incorrect, "
             f"{n['varying_reward_only']} of these have varying rewards{hint}; "
-            f"{n['truncated']} of {n['samples']} samples are truncated (rollout.max_response_tokens)."
+            f"{n['truncated']} of {n['samples']} samples are truncated (rollout.max_response_tokens, "
+            "env.max_turn_tokens)."
         )
 
     def state_dict(self) -> dict[str, Any]:

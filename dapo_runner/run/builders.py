@@ -7,14 +7,11 @@ from pathlib import Path
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import Checkpoint
 from dapo_runner.config import Config, cautions
-from dapo_runner.data.curriculum import make_curriculum
-from dapo_runner.data.dataset import Dataset, PromptCursor, load_data
+from dapo_runner.data.dataset import Dataset, load_data
 from dapo_runner.logging.progress import Progress
 from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rewards.scoring import unmatchable_answers
-from dapo_runner.rollout.group_buffer import GroupBuffer
-from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.context import RunContext
 from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.tiny_model import ensure_tiny_model
@@ -56,9 +53,3 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
     if config.critic is not None:
         critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")
     return Learner(policy, config, reference, critic, context.clock)
-
-
-def build_sampler(config: Config, dataset: Dataset, progress: Progress) -> DynamicSampler:
-    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
-    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
-    return DynamicSampler(cursor, GroupBuffer(config), progress.round)

@@ -47,7 +47,8 @@ class EarlyStop:
         """
         if self.settings is None:
             return
-        if self.metric not in figures and not self.metric.endswith(f"cons@{self.k}"):  # needs extracted answers
+        # cons@k is left out where no answer was extracted, avg@k never is.
+        if self.metric not in figures and self.metric.replace("cons@", "avg@") not in figures:
             known = ", ".join(name.removeprefix("eval/") for name in figures if name.startswith("eval/"))
             raise ConfigError(
                 f"run.early_stop.metric: expected one of {known}, got {self.metric.removeprefix('eval/')}. "

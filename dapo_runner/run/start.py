@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, Resumable, checkpoint_to_resume, load_checkpoint, prune
+from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, checkpoint_to_resume, load_checkpoint, prune
 from dapo_runner.config import Config
+from dapo_runner.data.curriculum import make_curriculum
+from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
@@ -23,10 +26,11 @@ from dapo_runner.preflight.dry_run import describe_algorithm
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.asynchronous import AsynchronousSampler
 from dapo_runner.rollout.episodes import EpisodeRunner
+from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.rollout.worker import RolloutWorker
-from dapo_runner.run.builders import build_dataset, build_learner, build_sampler, initial_model
+from dapo_runner.run.builders import build_dataset, build_learner, initial_model
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_config
@@ -78,18 +82,21 @@ def _open_run(config: Config, context: RunContext) -> Run:
     source = world.broadcast_from_rank0(lambda: _start_model(config, start, context.progress))
     dataset = build_dataset(config, source, context)
     learner = build_learner(config, start.checkpoint, context)
-    sampler = build_sampler(config, dataset, context.progress)
+    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
+    cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
+    sampler = DynamicSampler(cursor, GroupBuffer(config), context.progress.round)
     engine = world.run_or_raise_everywhere(lambda: engine_class(config).load(source, config, device, world, note))
     context.opened.callback(engine.close)
     trackers = open_trackers_on_rank0(config, start, context)
     # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
-    seed_generators(config.run.seed)
     start = load_start(start, learner, sampler, context)
     if engine.takes_adapters(config):
         engine.sync(learner.policy)
     if start.is_new and start.checkpoint:
         drop_incompatible_groups(sampler, config.run_dir, note)
-    score = _build_scorer(config, context)
+    score = Scorer(config)
+    if score.judge is not None:
+        score.judge.known.open(config.run_dir, world.rank, world.size)
     stop = StopRequest(note, config.run.grace)
     tokenizer = learner.policy.tokenizer
     episodes = world.run_or_raise_everywhere(lambda: EpisodeRunner(config, tokenizer) if config.env else None)
@@ -97,7 +104,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     log = open_log(config, start, trackers, context, tokenizer)
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
     owed = world.broadcast_from_rank0(lambda: start.owes_evaluation(config, early_stop.reason is not None))
-    run = Run(
+    return Run(
         context=context,
         config=config,
         dataset=dataset,
@@ -112,9 +119,6 @@ def _open_run(config: Config, context: RunContext) -> Run:
         last_completed_step=start.last_completed_step,
         owes_evaluation=bool(dataset.heldout) and owed,
     )
-    context.progress.start(start.last_completed_step, config.run.steps)
-    context.clock.lap()  # loading is not part of the first step
-    return run
 
 
 def _start_model(config: Config, start: StartPoint, progress: Progress) -> str | Path:
@@ -135,8 +139,14 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     return StartPoint(checkpoint, changes, checkpoint is None or checkpoint.step == forked_at)
 
 
-def load_start(start: StartPoint, learner: Learner, sampler: Resumable, context: RunContext) -> StartPoint:
-    """Load the checkpoint, if any, into ``learner`` and ``sampler``. Return ``start`` with its changes. Collective."""
+def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: RunContext) -> StartPoint:
+    """Seed the random generators. Load the checkpoint, if any, into them, ``learner`` and ``sampler``. Return ``start``
+    with its changes. Collective.
+    """
+    seed = learner.config.run.seed
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     if start.checkpoint is None:
         return start
     note, size = context.progress.note, context.world.size
@@ -149,12 +159,6 @@ def load_start(start: StartPoint, learner: Learner, sampler: Resumable, context:
         return start
     note(f"ranks: {saved_size} → {size}. Weights, optimizer and groups are the same, rounding differs from here on")
     return replace(start, changes=[*start.changes, Change("ranks", saved_size, size)])
-
-
-def seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
@@ -181,13 +185,6 @@ def open_log(
         return log
 
     return context.world.run_on_rank0(open_here)
-
-
-def _build_scorer(config: Config, context: RunContext) -> Scorer:
-    score = Scorer(config)
-    if score.judge is not None:
-        score.judge.known.open(config.run_dir, context.world.rank, context.world.size)
-    return score
 
 
 def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[EarlyStop, SyncProbe]:

@@ -12,7 +12,7 @@ from dapo_runner.algorithms.losses import pair_metrics, pair_sequences
 from dapo_runner.algorithms.segments import segment_metrics, tree_segments
 from dapo_runner.checkpoint import take_snapshot
 from dapo_runner.data.dataset import Dataset
-from dapo_runner.evaluate import Evaluation, evaluate
+from dapo_runner.evaluate import evaluate
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metrics
 from dapo_runner.logging.run_log import RunLog
@@ -229,13 +229,10 @@ class Run(TrainingRun):
             score, episodes = self.score.unshaped(), self.worker.episodes and self.worker.episodes.uncounted()
             worker = replace(self.worker, score=score, tree=None, episodes=episodes, clock=StepClock())
             self.stop.expect_step(math.inf)  # a step that is trained is saved before a kill; a resume evaluates it
-            result = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
-            metrics = self.write(lambda log: self._log_evaluation(log, step, result))
-        self.snapshot = take_snapshot(self.sampler)  # a resume does not evaluate again
-        self.early_stop.observe(step, prefixed("eval", metrics))
-        self.progress.evaluation(step, metrics)
-
-    def _log_evaluation(self, log: RunLog, step: int, result: Evaluation | None) -> dict[str, float]:
-        assert result is not None  # on rank 0
-        log.evaluation(step, prefixed("eval", result.metrics), result.groups)
-        return result.metrics
+            found = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
+            groups, metrics = found or ([], {})  # on rank 0
+            self.write(lambda log: log.evaluation(step, prefixed("eval", metrics), groups))
+            self.snapshot = take_snapshot(self.sampler)  # a resume does not evaluate again
+            figures = self.world.broadcast_from_rank0(lambda: metrics)
+        self.early_stop.observe(step, prefixed("eval", figures))
+        self.progress.evaluation(step, figures)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Self
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.checkpoint import BackgroundSaves, CheckpointError, Resumable, is_whole, save_checkpoint, take_snapshot
+from dapo_runner.checkpoint import BackgroundSaves, CheckpointError, is_whole, save_checkpoint, take_snapshot
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepGivenUpError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
@@ -31,7 +32,7 @@ class TrainingRun:
     context: RunContext
     config: Config
     learner: Learner
-    sampler: Resumable
+    sampler: Stateful
     log: RunLog | None  # on rank 0
     stop: StopRequest
     last_completed_step: int
@@ -57,6 +58,8 @@ class TrainingRun:
 
     def __enter__(self) -> Self:
         self.stop.__enter__()
+        self.progress.start(self.last_completed_step, self.config.run.steps)
+        self.clock.lap()  # loading is not part of the first step
         return self
 
     def __exit__(

@@ -106,6 +106,7 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ("train RECIPE env.kind=absent:Game", "env.kind"),
         ("train RECIPE reward.kind=nowhere:f", "reward.kind"),
         ("train RECIPE reward.kind=:f", "reward.kind"),
+        ("train tinny", "tinny: (did you mean tiny?)"),
         ("train RECIPE advantage.kind=.a:f", "advantage.kind"),
         ("train RECIPE reward.kind=math:sqr", "reward.kind: (did you mean sqrt?)"),
         ("train RECIPE run.device=cuda:99", "run.device"),
@@ -113,6 +114,7 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ("train RECIPE run.device=meta", "run.device"),
         ("train RECIPE run.form=x@1", "run.form: 'from'"),
         ("train RECIPE parallel.gpus=4 parallel.sequence=4 --dry-run", "parallel.sequence"),  # it has two heads
+        ("train RECIPE parallel.gpus=3 parallel.sequence=2 --dry-run", "parallel.sequence: expected a divisor of 3"),
         ("train RECIPE parallel.gpus=4 optimizer.offload=true --dry-run", "optimizer.offload"),
         ("train nowhere.yaml", "nowhere.yaml"),
         ("launch RECIPE --gpus 0", "--gpus"),

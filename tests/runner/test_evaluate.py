@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.commands.evaluate import print_response
-from dapo_runner.evaluate import Evaluation, EvaluationError, evaluate, pass_estimate
+from dapo_runner.evaluate import EvaluationError, evaluate, evaluation_metrics, pass_estimate
 from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.types import Group, RolloutRequest, SamplingParams, Verdict
 
@@ -33,16 +33,16 @@ def test_the_majority_decides_and_ties_count_in_part(words: list[str]) -> None:
     others = Counter(word for word in words if word[0] not in "a-")
     is_best = n_correct > 0 and n_correct >= max(others.values(), default=0)
     n_best = 1 + list(others.values()).count(n_correct)
-    metrics = Evaluation([group_of(" ".join(words) + " ")], 1).metrics
+    metrics = evaluation_metrics([group_of(" ".join(words) + " ")], 1)
     assert metrics["cons@1"] == (1 / n_best if is_best else 0.0)
 
 
-def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluation:
+def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> dict[str, float]:
     """The samples of one problem, scored by one of the rules."""
     config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
     completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
     score, prompts = Scorer(config, shaped=False), [make_prompt(answer=truth)]
-    return evaluate(lambda requests: score(prompts, [completions]), prompts, config)
+    return evaluate(lambda requests: score(prompts, [completions]), prompts, config)[1]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> Evaluatio
 def test_correct_answers_vote_together_and_incorrect_ones_by_text(
     kind: str, answers: list[str], truth: str, expected: float
 ) -> None:
-    metrics = evaluate_answers(answers, truth, kind).metrics
+    metrics = evaluate_answers(answers, truth, kind)
     assert metrics[f"cons@{len(answers)}"] == pytest.approx(expected)
 
 
@@ -78,13 +78,13 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
         return Scorer(config, shaped=False)([request.prompt for request in requests], answers)
 
     config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0}, rollout={"stop": ["x"]})
-    result = evaluate(generate, [make_prompt(name) for name in "wxyz"], config)
+    _, metrics = evaluate(generate, [make_prompt(name) for name in "wxyz"], config)
     sampling = SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=1234, stop=("x",))
     asked = [(call.index, call.prompt.id, call.sampling) for call in calls]
     assert asked == [(index, name, sampling) for index, name in enumerate("wxyz")]
     expected = {"truncated": 0.4, "no_answer": 0.2, "length": (64 * 4 + 1) / 5, "problems": 3, "avg@2": 0.5}
     expected["pass@2"] = 2 / 3  # of the only episode that is left, pass@1
-    assert {key: result.metrics[key] for key in expected} == pytest.approx(expected)
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
     with pytest.raises(EvaluationError):
         evaluate(lambda requests: [Group(make_prompt(), ())], [make_prompt()], config)
 
@@ -102,13 +102,13 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
 )
 def test_consensus_where_a_reward_reads_no_answer(answers: str, is_reading: bool, has_consensus: bool) -> None:
     """Wrong samples without an answer cannot vote, and one right of many would be called a majority."""
-    metrics = Evaluation([group_of(answers)], 2, reads_answers=is_reading).metrics
+    metrics = evaluation_metrics([group_of(answers)], 2, reads_answers=is_reading)
     assert ("cons@2" in metrics, "no_answer" in metrics) == (has_consensus, has_consensus)
     scored = [replace(one, verdict=Verdict(False, rule="environment")) for one in group_of("--").samples]
-    assert not {"cons@2", "no_answer"} & Evaluation([Group(make_prompt(), tuple(scored))], 2).metrics.keys()
+    assert not {"cons@2", "no_answer"} & evaluation_metrics([Group(make_prompt(), tuple(scored))], 2).keys()
     kinds = [make_config(reward={"kind": kind}).reward for kind in ("dapo", "code", "a:f")]
     assert [reads_answers(kind) for kind in kinds] == [True, False, False]
-    assert [key for key in Evaluation([group_of("aaabb")], 5).metrics if "@" in key] == [
+    assert [key for key in evaluation_metrics([group_of("aaabb")], 5) if "@" in key] == [
         *("avg@5", "cons@5", "pass@1", "pass@2", "pass@4", "pass@5")
     ]
 
@@ -117,7 +117,7 @@ def test_figures_of_each_set_and_source() -> None:
     def figures_of(*rows: tuple[str, str, str]) -> dict[str, float]:
         prompts = [replace(make_prompt(), eval_set=eval_set, source=source) for _, eval_set, source in rows]
         groups = [replace(make_group(row[0]), prompt=prompt) for row, prompt in zip(rows, prompts, strict=True)]
-        return Evaluation(groups, 2).metrics
+        return evaluation_metrics(groups, 2)
 
     figures = figures_of(("RR", "one", "s"), ("RW", "one", "t"), ("WW", "two", "t"), ("RR", "two", "t"))
     averages = {"": 5 / 8, "one/": 3 / 4, "one/s/": 1, "one/t/": 1 / 2, "two/": 1 / 2}

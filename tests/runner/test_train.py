@@ -241,7 +241,7 @@ def rule_of(metric: str, **settings: Any) -> EarlyStop:
 def test_after_which_evaluations_it_ends(metric: str, values: list[Any], settings: dict[str, Any], ends: Any) -> None:
     rule, ended = rule_of(metric, **settings), []
     for number, value in enumerate(values, start=1):
-        figures = {} if value == "not logged" else {f"eval/{metric}": value}
+        figures = {"eval/avg@4": 0.5} if value == "not logged" else {f"eval/{metric}": value}
         rule.replay({"kind": "eval", "step": number, **figures})
         ended += [number] if rule.reason is not None else []
     assert ended == ends

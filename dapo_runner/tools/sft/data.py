@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dapo_runner.config import ConfigError, SftColumnsConfig, SftConfig, SftDataConfig
+from dapo_runner.config.commands import SftColumnsConfig, SftConfig, SftDataConfig
 from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, tokenize
 from dapo_runner.data.reading import as_messages, convert_rows, get_column
+from dapo_runner.errors import ConfigError
 from dapo_runner.rewards.judge import Judgement, Question, Questioner
 from dapo_runner.rewards.judge_model import special_tokens
 from dapo_runner.types import Prompt, TrainingSequence

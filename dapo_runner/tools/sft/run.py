@@ -19,7 +19,7 @@ from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.run.builders import build_learner
 from dapo_runner.run.context import RunContext, open_context
-from dapo_runner.run.start import find_start, load_start, open_log, open_trackers_on_rank0, seed_generators
+from dapo_runner.run.start import find_start, load_start, open_log, open_trackers_on_rank0
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.tools.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, TrainingSequence
@@ -113,11 +113,8 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
     learner = build_learner(config, start.checkpoint, context)
     cursor = PromptCursor(examples.train, config.run.seed, examples.heldout)
     trackers = open_trackers_on_rank0(recipe, start, context)
-    seed_generators(config.run.seed)
     start = load_start(start, learner, cursor, context)
     log = open_log(recipe, start, trackers, context)
-    progress.start(start.last_completed_step, config.run.steps)
-    context.clock.lap()  # loading is not part of the first step
     return SftRun(
         context=context,
         config=config,

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import linregress
 
-from dapo_runner.config import FigureConfig, StudyConfig, VariantConfig
+from dapo_runner.config.commands import FigureConfig, StudyConfig, VariantConfig
 from dapo_runner.logging.metric_table import BLUE, GREEN, GREY, ORANGE, RED, title_and_unit
 from dapo_runner.logging.report import style
 from dapo_runner.tools.study.results import MEANS, Result, Series

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.config import (
-    Config,
-    StudyConfig,
-    VariantConfig,
-    flatten,
-    lay_settings,
-    load_config,
-    parse,
-    read_recipe,
-)
+from dapo_runner.config import Config, flatten, lay_settings, load_config, parse, read_recipe
+from dapo_runner.config.commands import StudyConfig, VariantConfig
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE

@@ -183,7 +183,7 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_the_run(model_folder:
     sequences[0] = replace(sequences[0], reward=float("inf"))
     (mini,) = learner.prepare(sequences)
     assert learner.critic is not None
-    before = learner.critic.head.weight.clone()
+    before = learner.critic.model.model.value_head.weight.clone()
     with pytest.raises(NonFiniteUpdateError, match=r"critic\.lr"):
         learner.update(mini, 0)
-    assert torch.equal(learner.critic.head.weight, before)
+    assert torch.equal(learner.critic.model.model.value_head.weight, before)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from small import Dapo, write_recipe
 
-from dapo_runner.config import CurriculumConfig
+from dapo_runner.config.rollout import CurriculumConfig
 from dapo_runner.data.curriculum import ByLatestGroup, Curriculum, make_curriculum
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.group_buffer import GroupBuffer

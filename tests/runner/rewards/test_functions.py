@@ -300,6 +300,9 @@ def test_functions_of_trl_work_through_one_line(config_of: MakeConfig, how: str)
     for config in (config_of(body), make_config(reward={"kind": "nowhere:f"}), make_config(reward={"kind": "json:f"})):
         with refused("reward.kind"):
             Scorer(config)
+    for mistake, named in (("def reward(:", "SyntaxError"), ("reward = 1 / 0", "ZeroDivisionError")):
+        with refused("reward.kind", parts=[named, ".py"]):
+            Scorer(config_of(mistake))
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,14 @@ def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policy
     ruled, wrong = score([run("Silent", ("x", "Answer: 7"))[0][0], run("Silent", ("Answer: 7", "x"))[0][0]]).samples
     assert (ruled.base_reward, ruled.verdict.extracted, wrong.base_reward) == (1.0, "7", -1.0)
     assert sorted(one.environment_reward for one in run("Half")[0]) == [0.0, 0.5]
+    tokenizer = chat_tokenizer()
+    runner, prompt = EpisodeRunner(config_of("Half"), tokenizer), prompt_of(tokenizer)
+    requests = make_requests([prompt, replace(prompt, id="q")], replace(SAMPLING, n=1))
+    found = [group[0].environment_reward for group in runner(Scripted(tokenizer, SPOKEN), requests)]
+    assert sorted(found, key=str) == [0.5, None]
+    for kind, wanted in (("Silent", 0.0), ("Trl", None)):  # a first turn that is truncated: a game has not begun
+        (one,) = run(kind, ("much too long",), replace(SAMPLING, n=1, max_tokens=40), max_turn_tokens=4)[0]
+        assert (one.truncated, one.environment_reward) == (True, wanted)
 
 
 class Trl:
