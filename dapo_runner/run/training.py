@@ -58,7 +58,9 @@ class TrainingRun:
 
     def __enter__(self) -> Self:
         self.stop.__enter__()
-        self.progress.start(self.last_completed_step, self.config.run.steps)
+        self.progress.start(done := self.last_completed_step, self.config.run.steps)
+        if done >= self.config.run.steps:
+            self.progress.note(f"all {done} steps are complete; a larger run.steps continues")
         self.clock.lap()  # loading is not part of the first step
         return self
 

@@ -112,7 +112,9 @@ def test_a_second_process_in_a_runs_folder_may_only_read(start: Path, tmp_path: 
             dapo(*command)
         (folder / LOCK_FILE).write_text("")  # the owner has not written its name yet
         dapo.refuses("run.name", "train", recipe)
-    assert train(load_config(recipe, ["run.steps=2"]), Notes()) == folder
+    for complete in (False, True):
+        assert train(load_config(recipe, ["run.steps=2"]), notes := Notes()) == folder
+        assert ("all 2 steps are complete; a larger run.steps continues" in notes.lines) == complete
 
 
 def test_an_attempt_that_failed_leaves_no_lock_and_does_not_bind_the_next(start: Path, tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ def test_left_over_groups_of_a_fork(change: Sections, keys: set[str], source: Pa
         with open_run(fork(step, **change), notes := Notes()) as run:
             assert len(run.sampler.buffer.groups) == (0 if keys else n)
             assert run.sampler.buffer.waiting == []
-        assert any(line.startswith(f"forked after step {step} ") for line in notes.lines)
+        assert f"forked after step {step} from {source}@{step}" in notes.lines
         assert all(any(line.startswith(f"{key}: ") for line in notes.lines) for key in keys)
         words = [set(line.replace(",", "").split()) for line in notes.lines if line.startswith(f"{n} ")]
         assert any("dropped" in each and keys <= each for each in words) == bool(keys)
