@@ -251,9 +251,10 @@ def test_the_guard_of_a_real_server(
         run(waited.pool.servers[0].post("/collective_rpc", {"method": "load_weights_file", "args": [str(file), "1"]}))
     waited.close()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with_another_key = Server(url, config.rollout.server, "another")
     for path in (*OWNED, "/inference/v1/generate", "/metrics", "/openapi.json", "/nowhere"):
         with pytest.raises(ServerError, match="401"):
-            run(own.post(path))
+            run(with_another_key.post(path))
 
 
 def is_healthy(server: Server) -> bool:
