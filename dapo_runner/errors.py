@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -22,6 +24,12 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """A run cannot continue. Subclasses state the reason. The same command resumes from the last checkpoint."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name that is most like ``name``, for the end of a message; "" if none is."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def describe_error(error: BaseException) -> str:

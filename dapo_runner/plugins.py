@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.errors import ConfigError, describe_error
+from dapo_runner.errors import ConfigError, describe_error, did_you_mean
 
 
 def import_function(key: str, use: str) -> Callable[..., Any]:
@@ -28,7 +27,6 @@ def import_function(key: str, use: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: expected {module_name} to import, got {describe_error(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = difflib.get_close_matches(function_name, vars(module), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(function_name, vars(module))
         raise ConfigError(f"{key}: expected a function or class of {module_name}, got {function_name!r}{hint}")
     return function

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dapo_runner.errors import ConfigError
+from dapo_runner.errors import ConfigError, did_you_mean
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -35,9 +34,7 @@ def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Pat
         return Path(name)
     known = recipes() if known is None else known
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)}){hint}")
+        raise ConfigError(f"{name}: expected {instead} or a recipe ({', '.join(known)}){did_you_mean(name, known)}")
     return known[name]
 
 

@@ -36,7 +36,8 @@ def read_plain(value: Any) -> Any:
         return tuple(map(read_plain, value))
     if not isinstance(value, Unquoted):
         return value
-    return number if not isinstance(number := _read_number(value), str) else SWITCHES.get(value.lower(), str(value))
+    number = _read_number(value)
+    return SWITCHES.get(value.lower(), str(value)) if isinstance(number, str) else number
 
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

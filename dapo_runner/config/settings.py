@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +28,7 @@ from dapo_runner.config.training import (
     TreeShape,
     factors,
 )
-from dapo_runner.errors import ConfigError
+from dapo_runner.errors import ConfigError, did_you_mean
 from dapo_runner.plugins import import_function
 
 ONE_GPU = ("auto", "cpu", "cuda", "cuda:0")  # devices of an engine that always takes the first visible GPU
@@ -151,8 +150,7 @@ class Config(TrainingConfig):
         return TreeShape(branching, tokens)
 
     def checks(self) -> Iterator[Check]:
-        near = difflib.get_close_matches(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS)
         yield "algorithm", self.algorithm in (None, *ALGORITHMS), f"one of {', '.join(ALGORITHMS)}{hint}"
         for checks in (_sizes, _tree, _engine, _training, _objective):
             yield from checks(self)

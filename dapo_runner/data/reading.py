@@ -197,9 +197,8 @@ def _make_problem(
 def _answer_text(answer: Any) -> str:
     if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str | int | float):
         (answer,) = answer
-    if (
-        isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
-    ):  # pandas makes floats of integers beside a missing value
+    # pandas makes floats of integers beside a missing value.
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
         answer = int(answer)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     if answer is None or not text.strip():

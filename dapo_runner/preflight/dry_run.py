@@ -11,8 +11,10 @@ from dapo_kernels import OBJECTIVES
 from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, cautions, lay_over, lay_settings, resolved
 from dapo_runner.config.algorithms import ALGORITHMS, MATCHED
 from dapo_runner.config.section import flatten, read_key, spell
+from dapo_runner.config.training import ModelConfig
 from dapo_runner.preflight import memory
 from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape
+from dapo_runner.preflight.needs import loaded_models
 
 
 def resolved_yaml(config: Config) -> str:
@@ -83,13 +85,14 @@ def _memory(config: Config) -> dict[str, str]:
     if shape is None:
         return {"memory": f"unknown: {config.model.path} is not on this machine, or has no sizes of a known kind"}
     estimate, host = memory_estimate(config, shape), host_estimate(config, shape)
+    paths = [path for _, path in loaded_models(config)]
     lora, peaks = config.model.lora, memory.phase_estimate(config, estimate)
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
         "memory": f"about {gib(sum(estimate.values()))} per GPU, or in one process on a CPU",
         **{f"  {what}": gib(size) for what, size in estimate.items()},
-        **{f"  {path}": "unknown, not counted" for path in memory.uncounted(config)},
+        **{f"  {path}": "unknown, not counted" for path in paths if model_shape(ModelConfig(path=path)) is None},
         **{
             f"80 GB, {phase}": f"{gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
             for phase, n in peaks.items()

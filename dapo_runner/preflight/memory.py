@@ -204,14 +204,6 @@ def _critic_parameters(config: Config, policy: ModelShape) -> int:
     return 0 if critic is None else _parameters_of(critic.path, policy)
 
 
-def uncounted(config: Config) -> list[str]:
-    """Return the models beside the policy whose sizes are unknown here."""
-    critic, judge = config.critic, config.reward.judge
-    paths = [config.reference_path if config.uses_reference else None, critic.path if critic is not None else None]
-    paths += [judge.model] if judge is not None and judge.url is None else []
-    return [path for path in paths if path is not None and model_shape(ModelConfig(path=path)) is None]
-
-
 def _judge(config: Config) -> int:
     """Return the bytes of a judge in this process. It is bfloat16 on a GPU, float32 on a CPU."""
     judge = config.reward.judge

@@ -68,7 +68,7 @@ def _missing(config: Config) -> Iterator[str]:
         lambda: template_arguments(config.env),
         *([lora.check_installed] if model.lora else []),
         *([lambda: check_tiny(config)] if model.tiny else []),
-        *(partial(check_model, key, name) for key, name in _models(config)),
+        *(partial(check_model, key, name) for key, name in loaded_models(config)),
         *([lambda: Judge(reward).check()] if reward.judge else []),
     ]
     for check in checks:
@@ -82,7 +82,7 @@ def _missing(config: Config) -> Iterator[str]:
             yield f"{key}: {problem}"
 
 
-def _models(config: Config) -> Iterator[tuple[str, str]]:
+def loaded_models(config: Config) -> Iterator[tuple[str, str]]:
     """Yield key and name of each model that a run loads in addition to its checkpoint."""
     reference, critic, judge = config.reference_path, config.critic, config.reward.judge
     critics = [] if critic is None else [critic.path]

@@ -125,7 +125,8 @@ def main() -> None:
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     hide_files(request["readable"])
     confine(request["memory"], request["seconds"])
-    (readers := select.poll()).register(result, 0)
+    readers = select.poll()
+    readers.register(result, 0)
     if readers.poll(0):  # nobody reads the result: the trainer was killed before the kernel knew what ends with it
         return
     written = b"failed"
