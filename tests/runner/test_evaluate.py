@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.commands.evaluate import print_response
+from dapo_runner.commands.output import print_evaluations
 from dapo_runner.evaluate import EvaluationError, evaluate, evaluation_metrics, pass_estimate
 from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.types import Group, RolloutRequest, SamplingParams, Verdict
@@ -129,6 +130,15 @@ def test_figures_of_each_set_and_source() -> None:
     unnamed = figures_of(("RW", "", "s"), ("WW", "", ""))
     assert (unnamed["s/avg@2"], unnamed["no source/avg@2"]) == (0.5, 0.0)
     assert not any("/" in key for key in figures_of(("RW", "", "s")))
+
+
+def test_a_table_has_the_metrics_of_every_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before training, often no response has an answer."""
+    print_evaluations("run", {"before": {"eval/avg@4": 0.0}, "after": {"eval/avg@4": 0.5, "eval/cons@4": 0.25}})
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["avg@4", "0.0%", "50.0%"],
+        ["cons@4", "25.0%"],
+    ]
 
 
 def test_what_a_model_wrote_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
