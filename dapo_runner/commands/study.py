@@ -18,6 +18,7 @@ from dapo_runner.config import Config, StudyConfig, parse, read_recipe
 from dapo_runner.errors import ConfigError
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
+from dapo_runner.preflight.dry_run import departures
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.run.folder import lock_folder
 from dapo_runner.tools.study.page import check_page, write_page
@@ -41,7 +42,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     runs, starts = plan_runs(study, base), plan_starts(study, base)
     if starts and read_recipe(base).get("model", {}).get("path"):
         raise ConfigError(f"{min(starts)}: expected a start model, found none. The recipe's first lines make it")
-    for config in {planned.variant: _before_start(planned.config, starts) for planned in runs}.values():
+    configs = {planned.variant: _before_start(planned.config, starts) for planned in runs}
+    for config in configs.values():
         check_needs(config, make_layout(config, 1, 1))
     waiting = [planned for planned in runs if not is_finished(planned)]
     print(
@@ -49,6 +51,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         f"{len(runs)} runs done, {jobs} at the same time"
     )
     if options.dry_run:
+        for variant, config in configs.items():
+            print(f"  {variant}: algorithm {config.algorithm}, departures: {', '.join(departures(config)) or 'none'}")
         return 0
     quiet_libraries()
     study.folder.mkdir(parents=True, exist_ok=True)

@@ -68,8 +68,9 @@ class Result:
             values = dict(zip(values, (accuracy[0], accuracy[nearest], accuracy[-1], interpolated), strict=True))
         for name, key in MEANS.items():
             _, logged = self.series(key, "step")
-            values[f"{name}_first"] = fmean(logged[:TAIL]) if logged else None
-            values[f"{name}_last"] = fmean(logged[-TAIL:]) if logged else None
+            n = min(TAIL, (len(logged) + 1) // 2)
+            values[f"{name}_first"] = fmean(logged[:n]) if logged else None
+            values[f"{name}_last"] = fmean(logged[-n:]) if logged else None
         return values | {"steps" if axis == "step" else axis: self.total(axis) for axis in self.axes}
 
     def as_json(self, equal_tokens: float, curves: Iterable[str]) -> dict[str, Any]:

@@ -171,9 +171,11 @@ def test_runs_without_the_metric_of_the_study_have_a_page(tmp_path: Path, dapo: 
     """cons@k is measured only where a reward extracts answers."""
     overrides = {"run": {"early_stop": {"metric": "cons@2"}}}
     for run in planned(tmp_path, overrides=overrides)[1]:
-        finish(run, [0.2, 0.3, 0.5])
+        finish(run, [0.2, 0.3, 0.5], entropy={1: 0.8, 2: 0.6, 3: 0.3, 4: 0.1})
     dapo("study", tmp_path / "study.yaml")
-    assert "| plain | – | – | – | – | 0.500 → 0.500 |" in (tmp_path / "s/study.md").read_text()
+    page = (tmp_path / "s/study.md").read_text()
+    assert "| plain | – | – | – | – | 0.700 → 0.200 |" in page
+    assert "10 steps, at most half of a run" in page
 
 
 def test_a_page_is_checked_against_its_values(tmp_path: Path, dapo: Dapo) -> None:
@@ -243,6 +245,7 @@ def test_runs_of_another_study_are_not_made_again(tmp_path: Path, dapo: Dapo) ->
     some = write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5, 7])
     out = dapo("study", some, "--dry-run")
     assert re.findall(r"\d+", out.partition("t: ")[2])[:4] == ["2", "2", "2", "4"]
+    assert re.search(r"  higher: algorithm grpo, departures: .*loss.overrides.clip_high=0.28 \(grpo: 0.2\)", out)
     write_study(tmp_path, name="t", runs="s", variants=VARIANTS[:2], seeds=[5])
     dapo("study", some)
     assert "| + clip-higher |" in (tmp_path / "t/study.md").read_text()
