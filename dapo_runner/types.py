@@ -171,6 +171,11 @@ class Completion:
         return tuple(turn for turn in self.turns if turn.role == "assistant")
 
     @property
+    def policy_text(self) -> str:
+        """The text of all turns of the policy, or of the response if there are none."""
+        return "".join(turn.text for turn in self.policy_turns) if self.turns else self.text
+
+    @property
     def environment_reward(self) -> float | None:
         """The sum of the environment's rewards for the turns; None if it gave none."""
         given = [turn.reward for turn in self.turns if turn.reward is not None]
@@ -199,7 +204,7 @@ class Verdict:
 class Segment:
     """Part of a response with its own advantage, computed from the values of the states at its two ends.
 
-    ``trains`` is False if its advantage is zero, or if another sample of the tree trains on the same tokens.
+    ``trains`` is False, in a tree, if its advantage is zero or if another sample trains on the same tokens.
     """
 
     length: int  # tokens

@@ -4,7 +4,7 @@
     tree    A = V(node) − V(parent). V of a leaf is its reward, V of another node the mean of its children's values
 
 A cut point is a token with a probability below the threshold. All segments of a chain have the same number of them. A
-token that several responses of a tree share trains once. A segment with advantage zero does not train.
+token that several responses of a tree share trains once. A segment of a tree with advantage zero does not train.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ CLIPS = (
 )
 GROUPS = (
     Metric("sampling/all_incorrect", "all incorrect", RED),
-    Metric("sampling/mixed", "mixed (accepted)", BLUE, "mixed", "{:.0%}"),
+    Metric("sampling/mixed", "mixed", BLUE, "mixed", "{:.0%}"),
     Metric("sampling/all_correct", "all correct", GREEN),
     Metric("sampling/equal_reward", "equal rewards", RED),
-    Metric("sampling/varying_reward", "varying rewards (accepted)", BLUE, "varying", "{:.0%}"),
+    Metric("sampling/varying_reward", "varying rewards", BLUE, "varying", "{:.0%}"),
 )
 REFLECTION = (Metric("reflection/en", "English", BLUE), Metric("reflection/zh", "Chinese", ORANGE))
 GAPS = (

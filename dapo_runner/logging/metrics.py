@@ -106,7 +106,7 @@ def batch_metrics(groups: Iterable[Group], step: int) -> dict[str, float]:
         values["environment_tokens"] = fmean(s.completion.length - s.completion.n_sampled for s in samples)
     for rule in sorted({sample.verdict.rule for sample in samples} - {""}):
         values[f"rule_{rule}"] = fmean(sample.verdict.rule == rule for sample in samples)
-    reflection = reflection_metrics([sample.completion.text for sample in samples])
+    reflection = reflection_metrics([sample.completion.policy_text for sample in samples])
     return prefixed("batch", values) | prefixed("reward", _reward_parts(groups)) | prefixed("reflection", reflection)
 
 

@@ -50,8 +50,10 @@ def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = N
 
 def page(saved: SavedStep, console: Console) -> None:
     """Show one group at a time, until the last one or `q`. Without a terminal show all groups."""
-    responses = [count_reflections(sample["response"]) for group in saved.groups for sample in group["samples"]]
-    phrases = f"{sum(sum(counts.values()) for counts in responses)} reflection phrases in {len(responses)} responses"
+    samples = [sample for group in saved.groups for sample in group["samples"]]
+    turns = [turn["text"] for sample in samples for turn in _turns_of(sample) if turn["role"] == "assistant"]
+    n = sum(sum(count_reflections(text).values()) for text in turns)
+    phrases = f"{n} reflection phrases in {len(samples)} responses"
     console.print(f"step {saved.step}: {len(saved.groups)} of {saved.n_groups} groups saved; {phrases}", soft_wrap=True)
     current, last = 1, len(saved.groups)
     while 1 <= current <= last:
@@ -71,18 +73,18 @@ def page(saved: SavedStep, console: Console) -> None:
 
 def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
     """Return prompt and expected answer, then every response with its rewards and its advantage."""
-    samples, prompt = group["samples"], group["prompt"]
+    samples, prompt, answer = group["samples"], group["prompt"], group["prompt"]["answer"]
     correct = sum(sample["correct"] for sample in samples)
     title = f"step {saved.step} · group {group['group']} of {saved.n_groups} · {correct} of {len(samples)} correct"
     source = "".join(f"{name} " for name in (prompt.get("eval_set"), prompt["source"]) if name)
     parts: list[Any] = [
         Text(title, style="bold reverse"),
-        Text(printable(f"{source}{prompt['id']} · expected {prompt['answer']}"), style="bold"),
+        Text(printable(f"{source}{prompt['id']}{f' · expected {answer}' if answer else ''}"), style="bold"),
         Text(printable(prompt["text"])),
     ]
     for sample in samples:
         response = Text()
-        for turn in sample.get("turns") or [{"role": "assistant", "text": sample["response"]}]:
+        for turn in _turns_of(sample):
             is_policy = turn["role"] == "assistant"
             text = Text(printable(turn["text"]), "" if is_policy else "bright_black")
             for pattern in PATTERNS.values() if is_policy else ():
@@ -90,6 +92,10 @@ def render_group(group: dict[str, Any], saved: SavedStep) -> Group:
             response.append_text(text)
         parts += [Text(), Text(printable(_facts(sample)), "bold green" if sample["correct"] else "bold red"), response]
     return Group(*parts, Rule(style="dim"))
+
+
+def _turns_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    return sample.get("turns") or [{"role": "assistant", "text": sample["response"]}]
 
 
 def _facts(sample: dict[str, Any]) -> str:
@@ -102,7 +108,8 @@ def _facts(sample: dict[str, Any]) -> str:
         *([f"segments {', '.join(map(_segment, sample['segments']))}"] if "segments" in sample else []),
         f"{sample['tokens']} tokens{', truncated' if sample['finish_reason'] == 'length' else ''}",
         *([f"turns {', '.join(map(_turn, turns))}"] if (turns := sample.get("turns")) else []),
-        f"extracted {sample['extracted']}{f' ({name})' if (name := sample['rule']) else ''}",
+        *([] if sample["extracted"] is None else [f"extracted {sample['extracted']}"]),
+        *([f"rule {sample['rule']}"] if sample["rule"] else []),
         *([] if sample["trains"] else ["does not train"]),
     ]
     return " · ".join(facts)

@@ -11,7 +11,7 @@ from dapo_kernels import OBJECTIVES
 from dapo_runner.config import AdvantageConfig, Config, CorrectionConfig, cautions, lay_over, lay_settings, resolved
 from dapo_runner.config.algorithms import ALGORITHMS, MATCHED
 from dapo_runner.config.section import flatten, read_key, spell
-from dapo_runner.config.training import ModelConfig
+from dapo_runner.config.training import LossConfig, ModelConfig
 from dapo_runner.preflight import memory
 from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape
 from dapo_runner.preflight.needs import loaded_models
@@ -58,12 +58,14 @@ def departures(config: Config) -> list[str]:
         return []
     row = ALGORITHMS[name].settings
     objective = OBJECTIVES[row["loss"]["objective"]]
+    overrides = {field: getattr(objective, field, None) for field in config.loss.overrides}
     # Values of the settings that a row leaves at their defaults.
     expected = {
-        "loss": {"overrides": {field: getattr(objective, field, None) for field in config.loss.overrides}},
+        "loss": LossConfig(overrides=overrides).model_dump(),
         "advantage": AdvantageConfig.model_validate(row["advantage"]).model_dump(),
         "rollout": {"correction": CorrectionConfig().model_dump()},
-        "preference": None,
+        "reward": {"kl": None},
+        **dict.fromkeys(("preference", "distillation")),
     }
     return _differences(config.model_dump(), lay_over(expected, row), name)
 

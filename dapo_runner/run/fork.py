@@ -29,9 +29,11 @@ OF_GROUPS = (
     "rollout.group_size",
     "rollout.max_response_tokens",
     "rollout.stop",
+    "rollout.sampling_mask",
     *(f"rollout.{name}" for name in SamplingConfig.model_fields),
     "advantage.segments",
     "loss.routing_replay",
+    "sampler.filter_groups",
     "env",
 )
 OWN = ("run.name", "run.output_dir", "run.from", "ranks")  # always differ, or are not a setting

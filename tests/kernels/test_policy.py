@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo_kernels import dapo_loss, policy_loss
+from dapo_kernels import dapo_loss, policy_loss, use_backend
 from dapo_kernels.objectives.table import SURROGATES
 
 LOG2 = math.log(2.0)
@@ -192,6 +192,22 @@ def test_a_long_batch_adds_up(backend: str) -> None:
     assert float(out.metrics["tokens"]) == n
     assert float(out.metrics["ratio"]) == pytest.approx(float(ratio.sum()), rel=2e-6)
     assert float(out.metrics["approx_kl"]) == pytest.approx(float((old - logprobs).double().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gmpo", "luspo"])
+def test_the_gradient_of_a_long_sequence_keeps_its_digits(backend: str, objective: str) -> None:
+    """Sums over it in float32 would scale the whole gradient by another factor for each length."""
+    n = 60_000
+    g = torch.Generator().manual_seed(8)
+    cu_seqlens, old = torch.tensor([0, n], dtype=torch.int32), -torch.rand(n, generator=g) * 3 - 0.5
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        logprobs = (old + 1e-5).to(dtype).requires_grad_()
+        with use_backend("torch" if dtype == torch.float64 else backend):
+            out = policy_loss(logprobs, old.to(dtype), torch.tensor([0.7]), cu_seqlens=cu_seqlens, objective=objective)
+        out.loss.backward()
+        found.append(logprobs.grad)
+    torch.testing.assert_close(found[0].double(), found[1], rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

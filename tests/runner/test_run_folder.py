@@ -348,7 +348,9 @@ SAMPLING = {"stop": ["9"], "max_response_tokens": 12, "temperature": 0.9, "top_p
     [
         ({"optimizer": {"lr": 1e-4}}, set()),
         ({"rollout": SAMPLING}, {f"rollout.{name}" for name in SAMPLING}),
+        ({"rollout": {"top_k": 5, "sampling_mask": True}}, {"rollout.top_k", "rollout.sampling_mask"}),
         ({"reward": {"correct": 2.0}}, {"reward.correct"}),
+        ({"sampler": {"filter_groups": "reward"}}, {"sampler.filter_groups"}),
         ({"advantage": {"segments": {"kind": "tree", "per_step": 2}}}, {"advantage.segments.kind"}),
     ],
 )

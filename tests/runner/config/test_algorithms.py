@@ -105,6 +105,11 @@ def test_no_algorithm_is_dapo() -> None:
             "advantage.segments.mask=false advantage.segments.interval=1",
         ),
         ("algorithm=grpo rollout.correction.weights=token", "rollout.correction.weights=token"),
+        ("algorithm=dapo distillation.teacher=x", "distillation=a section"),
+        ("algorithm=reinforce_pp_baseline reward.kl.coef=0.05", "reward.kl=a section"),
+        ("algorithm=dapo loss.old_logprobs=rollout", "loss.old_logprobs=rollout"),
+        ("algorithm=dppo_tv loss.old_logprobs=learner", "loss.old_logprobs=learner"),
+        ("algorithm=grpo optimizer.mini_batch_size=null loss.reference_ema=0.99", "loss.reference_ema=0.99"),
     ],
 )
 def test_a_recipe_wins_over_its_algorithm_and_the_departures_are_listed(

@@ -233,8 +233,9 @@ def test_console_and_picture_show_the_groups_that_the_filter_accepts(
     assert hidden not in step
     (ax,) = [ax for ax in draw(collect([{"step": 1, **figures}]), "run").axes if "groups" in ax.get_ylabel()]
     assert [bars[0].get_height() for bars in ax.containers] == pytest.approx(heights)
-    accepted = [bars[0].get_height() for bars in ax.containers if "accepted" in bars.get_label()]
-    assert accepted == [0.25 if filter_on == "correctness" else 0.75]
+    labels = {str(bars.get_label()): bars[0].get_height() for bars in ax.containers}
+    label, share = ("mixed", 0.25) if filter_on == "correctness" else ("varying rewards", 0.75)
+    assert labels[label] == share
 
 
 # The picture

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig, SegmentsConfig
-from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
+from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog, batch_metrics
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog, read_step, saved_steps, token_texts
 from dapo_runner.logging.show import load_step, page, printable
 from dapo_runner.tiny_model import make_tokenizer
@@ -144,9 +144,9 @@ SHOWN = {
         "step 3: 2 of 3",
         " 4 reflection phrases in 4 ",
         "step 3 · group 1 of 3 · 1 of 2 correct\ntest first · expected 7\nfirst\n",
-        "sample 1 correct · reward +1 = answer +1 + length +0 · advantage +0.707 · 4 tokens · extracted 7",
+        "sample 1 correct · reward +1 = answer +1 + length +0 · advantage +0.707 · 4 tokens · extracted 7 · rule",
         "sample 2 incorrect · reward -1.5 = answer -1 + length -0.5 · advantage -0.707 · 4 tokens, truncated",
-        "extracted None (answer-line) · does not train",
+        "4 tokens, truncated · rule answer-line · does not train",
         "Wait, no. [bold]3+4[/bold]\nAnswer: 7",  # markup of a response is text
         "\\x1b]0;title\\x07等等，\\u202e\\ud800",  # and its control characters do nothing
         "second",
@@ -172,12 +172,16 @@ def test_what_is_saved_is_shown(run: Path, arguments: str, dapo: Dapo) -> None:
 def test_segments_and_turns_are_shown_with_their_values(tmp_path: Path, dapo: Dapo) -> None:
     segments = (Segment(3, 0.25, 0.75, 0.5), Segment(1, 0.75, 0.75, 0.0, trains=False))
     sample = replace(make_sample(True), segments=segments)
-    turns = (Turn("environment", 0, 1, "a"), Turn("assistant", 1, 4, "b", "done", 0.5))
-    groups = [Group(make_prompt(), (replace(sample, completion=replace(sample.completion, turns=turns)),))]
+    turns = (Turn("environment", 0, 1, "Wait, no."), Turn("assistant", 1, 2, "Hold on. Wait!"))
+    turns += (Turn("assistant", 2, 4, "b", "done", 0.5),)
+    groups = [Group(make_prompt(answer=""), (replace(sample, completion=replace(sample.completion, turns=turns)),))]
     write(open_log(tmp_path / ROLLOUTS), 1, groups, AdvantageConfig(segments=SegmentsConfig(kind="chain")))
     out = dapo("show", tmp_path, "--step", "1")
     assert re.search(r"\+0\.25\D+0\.75\D+3\D+\(\+0\.75\D+0\.75\D+1\)", out)
-    assert "environment 1, assistant 3 done +0.5" in out
+    assert "environment 1, assistant 1, assistant 2 done +0.5" in out
+    assert " 2 reflection phrases in 1 " in out
+    assert batch_metrics(groups, 1)["reflection/en"] == 2
+    assert "expected" not in out
 
 
 def test_json_is_what_was_saved(run: Path, dapo: Dapo) -> None:
