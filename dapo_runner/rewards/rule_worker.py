@@ -43,19 +43,25 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     def read(text: str, *formats: Any) -> Any:
-        return parse(text, list(formats), parsing_timeout=None, raise_on_error=True)
+        return parse(plain_numbers(text), list(formats), parsing_timeout=None, raise_on_error=True)
 
     latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
-    gold = read(rf"\boxed{{{answer}}}", latex)
-    if not gold:
+    if not (gold := read(rf"\boxed{{{answer}}}", latex)):
         raise ValueError("no mathematics in the ground truth")
-    found = read(text[-MATH_WINDOW:], latex, plain)
-    if not found:
+    before, box, after = text[-MATH_WINDOW:].rpartition(r"\boxed")
+    earlier, _, paragraph = before.rpartition("\n\n")
+    # math_verify takes together what all boxes outside of `$…$` contain. The last paragraph with a box counts.
+    if not (found := read((paragraph if r"\boxed" in earlier else before) + box + after, latex, plain)):
         return verdict("none")
     if values:
         found = [found[0].subs({x: values[x.name] for x in found[0].free_symbols if x.name in values})]
     correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
     return verdict("math-verify", str(found[0])[:SHOWN], correct)
+
+
+def plain_numbers(text: str) -> str:
+    r"""Write all minus signs as `-`, and `1{,}234`, `1,\!234` and `1\,234` as `1234`."""
+    return re.sub(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;:! ])(?=[0-9]{3}(?![0-9]))", "", re.sub("[−﹣－]", "-", text))
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from dapo_runner.rewards.rule_worker import ANSWER_LINE, SHOWN
+from dapo_runner.rewards.rule_worker import ANSWER_LINE, SHOWN, plain_numbers
 from dapo_runner.types import Verdict
 
 ANSWER_WINDOW = 300  # characters; the longest answer of MATH-500 has 159
@@ -42,8 +42,7 @@ _REWRITES = (
 
 def answer_rule(text: str, answer: str) -> Verdict:
     """Compare the last `Answer: …` line after ``normalise``, as the DAPO recipe does (arXiv 2503.14476, its script)."""
-    lines = ANSWER_LINE.findall(text[-ANSWER_WINDOW:])
-    if not lines:
+    if not (lines := ANSWER_LINE.findall(text[-ANSWER_WINDOW:])):
         return NO_ANSWER
     extracted = normalise(lines[-1])
     return Verdict(extracted == normalise(answer), extracted, "answer-line")
@@ -71,16 +70,15 @@ def normalise(answer: str) -> str:
 
 # Numbers
 
-_MINUS = "-−﹣－"  # hyphen-minus, minus sign, their small and full-width forms
 _DASH = "‐‑–"  # hyphens and the en dash: a sign directly before a number, else punctuation
-_SIGN = rf"(?:[{_MINUS}][ \t]*|[{_DASH}](?=\\?\$?\.?[0-9]))"
+_SIGN = rf"(?:-[ \t]*|[{_DASH}](?=\\?\$?\.?[0-9]))"
 _DIGITS = r"(?:(?<![\w.])\.)?[0-9](?:[0-9.,]*[0-9])?"
 # A number as written. It may be no number at all (1,2,3,4), or another one than its beginning (1/2).
 _WRITTEN = (
-    rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][{_MINUS}+]?[0-9]+)?"
+    rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][-+]?[0-9]+)?"
     rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
 )
-_TERM, _OPERATOR = r"[ \t0-9.,$%]*", rf"[+*/×÷·x{_MINUS}{_DASH}]"
+_TERM, _OPERATOR = r"[ \t0-9.,$%]*", rf"[-+*/×÷·x{_DASH}]"
 # The left side of an equation such as 3 + 4 = 7, if the right side is one number.
 _SUM = rf"(?:(?=[ \t$]*[0-9]){_TERM}(?:{_OPERATOR}{_TERM})+=\s*(?={_WRITTEN}[^\n0-9=]*(?:\n|\Z)))?"
 _NUMBER_LINES = {
@@ -89,7 +87,7 @@ _NUMBER_LINES = {
 }
 # A digit or comma on the left would start the match inside a longer number, a slash inside a fraction.
 _INTEGER = re.compile(r"(?<![0-9.,])(?<![0-9]/)(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?![0-9]|[.,/][0-9])")
-_SIGN_BEFORE = re.compile(rf"[{_MINUS}]([ \t]*)(?:\\?\$[ \t]*)?\Z|[{_DASH}](?:\\?\$)?\Z")
+_SIGN_BEFORE = re.compile(rf"-([ \t]*)(?:\\?\$[ \t]*)?\Z|[{_DASH}](?:\\?\$)?\Z")
 _OPERAND_BEFORE = re.compile(r"[0-9][)\]}%$]*([ \t]*)\Z")
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
@@ -100,16 +98,15 @@ def gsm8k_rule(text: str, answer: str) -> Verdict:
     Of `3 + 4 = 7`, that is 7. Numbers are compared by value, other texts (`1/2`, `1e3`) as written.
     """
     for rule, pattern in _NUMBER_LINES.items():
-        if found := pattern.findall(text[-ANSWER_WINDOW:]):
+        if found := pattern.findall(plain_numbers(text[-ANSWER_WINDOW:])):
             return _compare_numbers(found[-1], answer, rule)
     return NO_ANSWER
 
 
 def integer_rule(text: str, answer: str) -> Verdict:
     """Compare the last integer of the response, wherever it is. For base models without an answer format."""
-    tail = text[-ANSWER_WINDOW:]
-    found = list(_INTEGER.finditer(tail))
-    if not found:
+    tail = plain_numbers(text[-ANSWER_WINDOW:])
+    if not (found := list(_INTEGER.finditer(tail))):
         return NO_ANSWER
     sign = "-" if _ends_in_sign(tail[: found[-1].start()]) else ""
     return _compare_numbers(sign + found[-1].group(), answer, "last-integer")
@@ -117,8 +114,7 @@ def integer_rule(text: str, answer: str) -> Verdict:
 
 def _ends_in_sign(before: str) -> bool:
     """Return whether a number after ``before`` has a sign: `10 -3` contains −3, `10-3` and `10 - 3` contain 3."""
-    sign = _SIGN_BEFORE.search(before)
-    if sign is None:
+    if (sign := _SIGN_BEFORE.search(before)) is None:
         return False
     operand = _OPERAND_BEFORE.search(before[: sign.start()])
     return operand is None or (operand.group(1) != "" and not sign.group(1))
@@ -126,7 +122,7 @@ def _ends_in_sign(before: str) -> bool:
 
 def canonical_number(text: str) -> str:
     """Return `1234.5` for `1,234.50`, `$1234.5` and `01234.5`, `-5` for `− 5`. Strip other texts."""
-    compact = re.sub(rf"[{_MINUS}{_DASH}]", "-", re.sub(r"\\?\$", "", text)).strip()
+    compact = re.sub(rf"[{_DASH}]", "-", re.sub(r"\\?\$", "", plain_numbers(text))).strip()
     compact = re.sub(r"\s*/\s*", "/", re.sub(r"^-\s+", "-", compact))
     if _THOUSANDS.fullmatch(compact):
         compact = compact.replace(",", "")

@@ -48,6 +48,13 @@ def judge(rule: TextRule, text: str, answer: str) -> Verdict:
         (r"so it is $\boxed{\frac{1}{2}}$.", "0.5", "math-verify", True),
         ("Answer: 1/2", r"\frac{1}{2}", "math-verify", True),
         (r"$\{1, 2\}$", r"\{2, 1\}", "math-verify", True),
+        ("Answer: −5", "-5", "math-verify", True),
+        ("so x = -5.", "−5", "math-verify", True),
+        ("So \\boxed{5}\n\nWait, I forgot a term.\n\n\\boxed{6}", "6", "math-verify", True),
+        ("So \\boxed{5}\n\nWait, I forgot a term.\n\n\\boxed{6}", "5, 6", "math-verify", False),
+        (r"So \boxed{5} and \boxed{6}", "5, 6", "math-verify", True),
+        (r"\boxed{10000}", r"10\,000", "math-verify", True),
+        (r"\boxed{0}", r"1\;000", "math-verify", False),
         ("Answer: 4", "5", "math-verify", False),
         ("Answer: 4", "}{", "error", False),  # a ground truth that cannot be read
         ("x" * 5000 + "Answer: 7", "7", "math-verify", True),
