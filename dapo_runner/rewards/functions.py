@@ -38,9 +38,8 @@ class FunctionReward(CallingReward):
         if "environments" in inspect.signature(self.function).parameters:
             self.function = from_trl(self.function, chat=True)
         signature = inspect.signature(self.function)
-        required = [x for x in signature.parameters.values() if x.default is x.empty and x.kind < x.VAR_POSITIONAL]
-        names = [x.name for x in required]
-        if names != BATCH and (len(names) not in (0, 2, 3) or {*names} & {*BATCH}):
+        names = [x.name for x in signature.parameters.values() if x.default is x.empty and x.kind < x.VAR_POSITIONAL]
+        if names != BATCH and (len(names) not in (0, 2, 3) or "prompt" in names[1:] or {*names} & {*BATCH}):
             raise ConfigError(
                 f"{key}: expected a function of (prompts, completions, rows) or (prompt, completion), got {name} with "
                 f"{signature}. dapo_runner.rewards.trl.from_trl converts one of TRL."

@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -176,7 +177,7 @@ class CodeRule(WorkerRule):
 
     def judge_one(self, text: str, answer: str) -> Verdict:
         blocks = {bool(language): code for language, code in FENCED.findall(text) if language.lower() in _PYTHON}
-        program, tests = blocks.get(True, blocks.get(False, text)), read_tests(answer)
+        program, tests = textwrap.dedent(blocks.get(True, blocks.get(False, text))), read_tests(answer)
         if isinstance(tests, str):
             token = secrets.token_hex(16)
             written, _ = self._run(program=program, tests=tests, token=token)
@@ -234,8 +235,7 @@ def _readable() -> list[str]:
 @cache
 def _sandbox() -> tuple[str, ...]:
     """Return the command of bubblewrap; empty if it is not installed or fails."""
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
+    if (bwrap := shutil.which("bwrap")) is None:
         return ()
     shown = [word for path in (*_readable(), str(_PROGRAM)) for word in ("--ro-bind", path, path)]
     alone = ("--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--chdir", "/")

@@ -306,7 +306,8 @@ def test_functions_of_trl_work_through_one_line(config_of: MakeConfig, how: str)
 
 
 @pytest.mark.parametrize(
-    "signature", ["completions, prompts, rows", "prompts, completions", "completion, rows", "completion", "a, b, c, d"]
+    "signature",
+    ["completions, prompts, rows", "prompts, completions", "completion, rows", "completion, prompt", "a, b, c, d"],
 )
 def test_arguments_that_a_function_cannot_be_called_with(config_of: MakeConfig, signature: str) -> None:
     config = config_of(f"def reward({signature}): return 1.0")
