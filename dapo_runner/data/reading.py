@@ -68,8 +68,7 @@ def read_problems(
         _, mark, answer = get_column(row, "answer").rpartition("####")
         if not mark:
             raise ValueError("no '#### n' in the answer")
-        answer = _answer_text(answer).replace(",", "")
-        return _make_problem(row, get_column(row, "question"), answer, "gsm8k", system)
+        return _make_problem(row, get_column(row, "question"), _answer_text(answer).replace(",", ""), "gsm8k", system)
 
     return convert_rows(path, subset, split, convert)
 
@@ -200,7 +199,7 @@ def _answer_text(answer: Any) -> str:
     # pandas makes floats of integers beside a missing value.
     if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
         answer = int(answer)
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, allow_nan=False)
     if answer is None or not text.strip():
         raise ValueError("no answer")
     return text.strip()
@@ -215,14 +214,16 @@ def get_column(row: Mapping[str, Any], name: str) -> Any:
 
 def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]:
     """Return role and content of each message. Add ``system`` if there is no system message. Raises ValueError."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         messages = [(message["role"], message["content"]) for message in prompt]
     except (TypeError, KeyError):
         messages = []
     if not messages or not all(isinstance(part, str) for message in messages for part in message):
         raise ValueError("expected a text or a list of messages {role, content} as prompt")
+    if any(message.get("tool_calls") for message in prompt):
+        raise ValueError("expected messages without tool_calls")
+    "".join(content for _, content in messages).encode()  # ValueError for half of a surrogate pair
     return messages if system is None or "system" in dict(messages) else [("system", system), *messages]
 
 
@@ -236,8 +237,7 @@ def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
 
 def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
     """Return the letter of the choice that ``answer`` names by label, letter or text, in this order."""
-    for part in (2, 0, 1):
-        for choice in choices:
-            if choice[part] == answer:
-                return choice[0]
-    raise ValueError(f"the answer {answer!r} is none of the choices")
+    found = [choice[0] for part in (2, 0, 1) for choice in choices if choice[part] == answer]
+    if not found:
+        raise ValueError(f"the answer {answer!r} is none of the choices")
+    return found[0]
