@@ -36,6 +36,8 @@ class ReasoningGymTask(Section):
     weight: PositiveFloat = 1.0  # its share of the problems is weight / sum of the weights
 
     def checks(self) -> Iterator[Check]:
+        unsound = ("coin_flip", "complex_arithmetic", "game_of_life_halting")
+        yield "name", self.name not in unsound, f"no task that scores a wrong answer 1 ({', '.join(unsound)})"
         yield "config", "size" not in self.config, "no size (data.limit and data.eval_size decide)"
 
 
@@ -95,9 +97,8 @@ class DataConfig(PromptsConfig, ProblemsConfig):
     @property
     def prompt_template(self) -> str:
         """The template in use. The default, DAPO's instruction, is for mathematics; custom columns get `plain`."""
-        if self.reasoning_gym and self.template is None:
-            return GYM_TEMPLATE
-        return self.template or ("dapo" if self.columns is None else "plain")
+        default = "dapo" if self.columns is None else "plain"
+        return self.template or (GYM_TEMPLATE if self.reasoning_gym else default)
 
     def checks(self) -> Iterator[Check]:
         has_data = self.path is not None or self.format == "arithmetic" or bool(self.reasoning_gym)

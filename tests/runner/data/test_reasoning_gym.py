@@ -101,6 +101,9 @@ def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:
         load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
     with refused("data.reasoning_gym.0.name", parts=["chain_su"]):
         load({"name": "chain_su", "config": {}}, limit=4, eval_size=1)
+    for name in ("coin_flip", "complex_arithmetic", "game_of_life_halting"):
+        with refused("data.reasoning_gym.1.name", parts=[name]):
+            config_of(SUMS, {"name": name})
     assert config_of(SUMS).reward.kind == "reasoning_gym"
     assert config_of(SUMS, reward={"kind": "integer"}).reward.kind == "integer"
 
