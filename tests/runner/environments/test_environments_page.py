@@ -98,6 +98,7 @@ def test_a_game(folder: Path, model_folder: Path, dapo: Dapo) -> None:
     assert results[won - 1][1] == pytest.approx(1 - won / 10)
     hints = [hint for hint, _, done in results if not done]
     assert hints == ["higher"] * (won - 1) + ["lower"] * (20 - won)
+    assert [game.step(text) for text in ("²", "9" * 5000, "word")] == [("lower", 0.0, False)] * 3
 
 
 def test_the_first_game_and_its_player(capsys: pytest.CaptureFixture[str]) -> None:
