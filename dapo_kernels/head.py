@@ -17,6 +17,7 @@ from dapo_kernels.records import NOTES, SHAPES, Head, HeadOptions, LoraFactors, 
 _NAMES = list(HeadOptions.__annotations__)
 _FLAGS = [name for name, kind in get_type_hints(HeadOptions).items() if kind is bool]
 _NUMBERS = {name: (note.above, note.whole) for name, note in NOTES.items() if note.above is not None}
+_CAST = {torch.float32, torch.bfloat16, torch.float16}  # by autocast
 _SAID = {name: (name.replace("lora_", "lora."), f"[{', '.join(dims)}]") for name, dims in SHAPES.items()}
 
 
@@ -42,14 +43,14 @@ def head_of_call(layout: Layout, hidden: Tensor, weight: Any, mask: Tensor | Non
         check_tensor(layout.caller, _SAID[name][0], x, f"a tensor {_SAID[name][1]}")
     if main_grad is not None:
         _check_main_grad(layout, main_grad, weight)
-    # Autocast applies as to a Linear layer; it keeps float64.
+    # As autocast does before a Linear layer: it keeps float64, and does not convert the integers of a quantized head.
     if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, tensors = hidden.to(dtype), {n: x.to(dtype) for n, x in tensors.items()}
+        hidden, tensors = hidden.to(dtype), {n: x.to(dtype) if x.dtype in _CAST else x for n, x in tensors.items()}
     _check_tensors(layout, hidden, tensors)
     if host_sync is not None:
         check_flag(layout, "host_sync", host_sync)
-    elif mask is None:  # every token is live: there is nothing to wait for
+    if hidden.is_meta or (host_sync is None and mask is None):  # no values, or only live tokens: nothing to wait for
         host_sync = False
     if hidden.dtype == torch.float64:
         given["float32_logits"] = False
@@ -71,9 +72,10 @@ def _check_tensors(layout: Layout, hidden: Tensor, tensors: dict[str, Tensor]) -
             size = f" with H={sizes['H']} like hidden" if introduced else f"={[sizes.get(dim) for dim in dims]}"
             raise layout.fail(said, text + size, shape)
         if x.dtype != hidden.dtype:
+            autocast = ", or call under torch.autocast" if {x.dtype, hidden.dtype} <= _CAST else ""
             raise TypeError(
                 f"{layout.caller}: {said} must have the dtype of hidden, {hidden.dtype}, got {x.dtype}: convert one of "
-                "them, or call under torch.autocast; float32_logits=True keeps logits of 16-bit inputs in float32"
+                f"them{autocast}; float32_logits=True keeps logits of 16-bit inputs in float32"
             )
         if x.device != hidden.device:
             raise layout.fail(said, f"on {hidden.device} like hidden", x.device)

@@ -24,6 +24,7 @@ from dapo_kernels import (
     dapo_loss,
     linear_dapo_loss,
     linear_distillation_loss,
+    linear_preference_loss,
     linear_token_logprobs,
     memory,
     policy_loss,
@@ -187,6 +188,17 @@ def test_tensors_without_values() -> None:
         out = function(leaf, *tokens[shape == (T,) :])
         out.loss.backward()
         assert (out.loss.shape, out.logprobs.shape, leaf.grad.shape) == ((), (T,), shape)
+    head, mask = (empty(T, H, grad=True), empty(V, H, grad=True)), empty(T, dtype=torch.bool)
+    results = (
+        linear_dapo_loss(*head, *tokens, mask=mask).loss,
+        linear_token_logprobs(*head, tokens[0], mask=mask, host_sync=True).logprobs.sum(),
+        linear_distillation_loss(*head, *head, mask=mask).loss,
+        linear_preference_loss(*head, tokens[0], None, mask=mask, cu_seqlens=empty(5, dtype=torch.int32)).loss,
+    )
+    for result in results:
+        head[1].grad = None
+        result.backward()
+        assert (result.shape, head[1].grad.shape) == ((), (V, H))
 
 
 def test_lists_of_kept_tokens_do_not_wait() -> None:

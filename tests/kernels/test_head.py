@@ -14,7 +14,7 @@ from closeness import EPS, as_accurate
 from oracle import Options
 from torch import Tensor
 
-from dapo_kernels import LoraFactors, linear_dapo_loss, linear_token_logprobs, use_backend
+from dapo_kernels import LoraFactors, linear_dapo_loss, linear_distillation_loss, linear_token_logprobs, use_backend
 from dapo_kernels.records import Head, HeadOptions, Plan
 from dapo_kernels.sharding import _describe
 
@@ -105,6 +105,25 @@ def test_float64_stays_float64_under_autocast() -> None:
         under = linear_dapo_loss(*args)
     assert under.logprobs.dtype == torch.float64
     assert torch.equal(under.loss, plain.loss)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn], ids=str
+)
+def test_autocast_does_not_convert_a_quantized_head(dtype: torch.dtype) -> None:
+    """Without its scales the numbers of such a head mean nothing. ``F.linear`` refuses it, too."""
+    case = linear_case(31, 8, seed=4, bias=True)
+    hidden, weight, bias = case.leaves.values()
+    tokens = (case.target_ids, case.old_logprobs, case.advantages)
+    calls = (
+        lambda: linear_dapo_loss(hidden, weight.to(dtype), *tokens),
+        lambda: linear_dapo_loss(hidden, weight, *tokens, bias=bias.to(dtype)),
+        lambda: linear_distillation_loss(hidden, weight, hidden, weight.to(dtype)),
+    )
+    for call in calls:
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=f"{dtype}: convert") as caught:
+            call()
+        assert "autocast" not in str(caught.value)
 
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo"])
