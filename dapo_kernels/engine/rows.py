@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dapo_kernels.engine.operators import (
     SavedForBackward,
@@ -178,6 +179,19 @@ def stats_of(logits: Tensor, request: RowRequest, server: Server, in_place: bool
     return logits_stats(logits, request, server)
 
 
+_gradient_at = WeakTensorKeyDictionary()  # for each base of logits, the address and version of the last gradient
+
+
+def _check_not_recomputed(base: Tensor, logits: Tensor) -> None:
+    """Raise RuntimeError if a checkpoint repeats the loss, in a backward pass, on what has become the gradient."""
+    is_backward = torch._C._current_graph_task_id() != -1
+    if is_backward and _gradient_at.get(base) == (logits.data_ptr(), logits._version):
+        raise RuntimeError(
+            "inplace_backward=True: a checkpoint repeats the loss, but not what made its logits, which now hold their "
+            "gradient. Make the logits inside of the checkpoint, or call with inplace_backward=False."
+        )
+
+
 class LossInPlace(torch.autograd.Function):
     """``RowsLoss`` in one visit to every row. Afterwards the logits contain their gradient."""
 
@@ -185,10 +199,13 @@ class LossInPlace(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveScalars, server: Server
     ) -> tuple[Tensor | None, ...]:
+        base = logits if logits._base is None else logits._base
+        _check_not_recomputed(base, logits)
         rows = _sampled(server, logits, zero_rest=True)
         out = backend_of(server, request).row_loss_(rows, request, tokens, scalars)
         # If someone else has saved the logits for a backward pass, autograd must know that they have changed.
         torch.autograd.graph.increment_version(logits)
+        _gradient_at[base] = logits.data_ptr(), logits._version
         # Detached: autograd refuses to return a view that a function made (``DTensor.to_local``) once it has changed.
         ctx.save_for_backward(logits.detach())
         ctx.mark_non_differentiable(*(x for x in out[1:] if x is not None))

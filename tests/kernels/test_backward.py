@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import Case, linear_case, logits_case
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dapo_kernels import (
     dapo_loss,
@@ -174,6 +176,34 @@ def test_in_place_never_corrupts_another_consumer_of_the_logits(backend: str, ki
     except RuntimeError:
         return
     torch.testing.assert_close(got, gradient(kind.removesuffix("_inplace")), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 20)], ids=["all", "some"])
+def test_in_place_a_checkpoint_makes_the_logits_anew_or_is_refused(backend: str, rows: slice) -> None:
+    """A function that closes over its logits would take their gradient for them when it is repeated."""
+    case = case_of("loss")
+    tokens = [x[rows] for x in (case.target_ids, case.old_logprobs, case.advantages)]
+
+    def loss(logits: Tensor, inplace: bool = True) -> Tensor:
+        return dapo_loss(logits[rows], *tokens, inplace_backward=inplace).loss
+
+    def gradient(step: Callable[[Tensor], Tensor]) -> Tensor:
+        (leaf,) = leaves_of("loss", case)
+        step(leaf).backward()
+        return leaf.grad
+
+    expected, buffer = gradient(lambda leaf: loss(leaf * 1, inplace=False)), torch.empty_like(case.leaves["logits"])
+
+    def closing_over(leaf: Tensor) -> Tensor:
+        logits = leaf * 1
+        return checkpoint(lambda: loss(logits), use_reentrant=False)
+
+    with pytest.raises(RuntimeError, match=r"inplace_backward=True: a checkpoint .*inplace_backward=False"):
+        gradient(closing_over)
+    refills = (lambda leaf: loss(leaf * 1), lambda leaf: loss(buffer.detach().copy_(leaf)))
+    for refill, _ in itertools.product(refills, range(2)):
+        got = gradient(lambda leaf, refill=refill: checkpoint(refill, leaf, use_reentrant=False))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
