@@ -199,12 +199,13 @@ def _tables(caller: str, metrics: Any) -> list[dict[str, float]]:
     several = isinstance(metrics, Iterable) and not (isinstance(metrics, Mapping) or hasattr(metrics, "metrics"))
     parts: list[Any] = list(metrics) if several else [metrics]
     for part in parts:
-        if not isinstance(part, Mapping):
+        wrong = [x for x in part.values() if not isinstance(x, Tensor)] if isinstance(part, Mapping) else [part]
+        if wrong:
             raise TypeError(
                 f"{caller}: metrics must be the metrics of a loss (out.metrics), or several of them in a list, got "
-                f"{type(part).__name__}"
+                f"{'' if wrong[0] is part else 'a mapping to '}{type(wrong[0]).__name__}"
             )
-    return [_on_host(part) for part in parts]
+    return [_on_host(part) for part in parts if part]
 
 
 def _summary(caller: str, table: list[dict[str, float]]) -> dict[str, float]:

@@ -124,13 +124,16 @@ def output() -> Any:
     return policy_loss(-torch.ones(4, requires_grad=True), -torch.ones(4), torch.ones(4))
 
 
-@pytest.mark.parametrize("wrong", [None, "x", 3, [1.0], output()], ids=lambda wrong: type(wrong).__name__)
+@pytest.mark.parametrize(
+    "wrong", [None, "x", 3, [1.0], output(), {"tokens": 3.0}], ids=lambda wrong: type(wrong).__name__
+)
 def test_anything_else_than_metrics_is_refused(wrong: Any) -> None:
     for function in (summarize, reduce_metrics):
         with pytest.raises(TypeError, match=f"{function.__name__}: metrics"):
             function(wrong)
-    with pytest.raises(ValueError, match="summarize: "):
-        summarize([])
+        for none in ([], {}, [{}]):
+            with pytest.raises(ValueError, match=f"{function.__name__}: no metrics"):
+                function(none)
 
 
 def test_metrics_are_those_of_the_call_or_none() -> None:
