@@ -17,7 +17,7 @@ from dapo_kernels.layout import Layout, check_valid_vocab, layout_of
 from dapo_kernels.objectives.aggregate import token_weights
 from dapo_kernels.objectives.table import OBJECTIVES, is_number
 from dapo_kernels.records import Head, HeadOptions, Needs, Plan
-from dapo_kernels.signature import shows_options
+from dapo_kernels.signature import refuse_unknown, shows_options
 
 
 class DistillationOutput(NamedTuple):
@@ -104,8 +104,7 @@ def linear_distillation_loss(
     given: dict[str, Any] = dict(options)
     ref_options: dict[str, Any] = {name: given[name] for name in ("float32_logits", "valid_vocab") if name in given}
     head, plan = head_of_call(layout, hidden, weight, mask, given)
-    if given:
-        raise TypeError(f"{layout.caller}: unknown argument {next(iter(given))!r}")
+    refuse_unknown(layout.caller, given)
     if not (is_number(beta) and 0 <= beta <= 1):
         raise layout.fail("beta", "a number in [0, 1]", repr(beta))
     ref = _reference(layout, ref_hidden, ref_weight, {"bias": ref_bias, "softcap": ref_softcap, **ref_options})

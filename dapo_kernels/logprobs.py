@@ -23,7 +23,7 @@ from dapo_kernels.sharding import (
     shared_plan,
     shared_server,
 )
-from dapo_kernels.signature import shows_options
+from dapo_kernels.signature import refuse_unknown, shows_options
 
 
 class LinearLogprobsOptions(HeadOptions, ShardOptions, total=False):
@@ -135,8 +135,7 @@ def linear_token_logprobs(
     with RaiseEverywhere(shard, weight):
         layout = layout_of("linear_token_logprobs", "hidden", hidden, None, parts_of(shard), target_ids)
         head, plan = head_of_call(layout, hidden, weight, mask, options)
-        if options:
-            raise TypeError(f"linear_token_logprobs: unknown argument {next(iter(options))!r}")
+        refuse_unknown(layout.caller, options)
         check_flag(layout, "entropy", entropy)
         request = layout.request(target_ids, temperature, layout.live(mask), entropy, sampling_mask)
     head, plan = shared_plan(layout, shard, head, plan, request)

@@ -34,7 +34,7 @@ from dapo_kernels.sharding import (
     shared_plan,
     shared_server,
 )
-from dapo_kernels.signature import shows_options
+from dapo_kernels.signature import refuse_unknown, shows_options
 
 
 class PreferenceOutput(NamedTuple):
@@ -259,10 +259,11 @@ class PairCall:
         """Check a call and flatten it."""
         given: dict[str, Any] = dict(options)
         pairs, mask, denominator = (given.pop(name, None) for name in ("pairs", "mask", "denominator"))
-        unknown = [name for name in given if name not in ("loss_type", "beta", "label_smoothing")]
-        if unknown:
-            raise TypeError(f"{layout.caller}: unknown argument {unknown[0]!r}")
-        loss = PairLoss(**given)
+        refuse_unknown(layout.caller, [name for name in given if name not in ("loss_type", "beta", "label_smoothing")])
+        try:
+            loss = PairLoss(**given)
+        except ValueError as error:
+            raise ValueError(f"{layout.caller}: {error}") from None
         pairs, sequence_ids = _pairs(layout, pairs), layout.sequence_ids()
         n = layout.n_sequences
         assert n is not None

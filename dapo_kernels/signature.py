@@ -16,6 +16,7 @@ from inspect import Parameter
 from typing import Any, TypeVar
 
 from dapo_kernels.objectives.table import FIELDS, PARAMETERS
+from dapo_kernels.objectives.unknown import unknown_keyword
 from dapo_kernels.records import Default
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,8 +41,15 @@ def shows_options(function: F, without: Collection[str] = ()) -> F:
     names = sorted((name for name in hints if name not in without), key=lambda name: name in FIELDS)
     shown = [_keyword(name, hints[name]) for name in names]
     function.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
-    PARAMETERS[function.__qualname__.removesuffix(".__init__")] = tuple(x.name for x in (*named, *shown))
+    known = tuple(x.name for x in (*named, *shown) if x.name != "self")
+    PARAMETERS[function.__qualname__.removesuffix(".__init__")] = known
     return function
+
+
+def refuse_unknown(caller: str, options: Collection[str]) -> None:
+    """Raise TypeError if there are ``options``, which are no keywords of ``caller``."""
+    for name in options:
+        raise unknown_keyword(caller, name, PARAMETERS[caller])
 
 
 def _keyword(name: str, hint: Any) -> Parameter:

@@ -25,7 +25,7 @@ from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
 from dapo_kernels.objectives.table import FIELDS, is_number, resolve_objective
 from dapo_kernels.records import Head
-from dapo_kernels.signature import shows_options
+from dapo_kernels.signature import refuse_unknown, shows_options
 
 _REFUSED = {
     "bias": "it is taken from the model's head",
@@ -199,6 +199,7 @@ class PolicyLoss(nn.Module):
 
     def _check_call(self, mode: str, old_logprobs: Any, advantages: Any, options: Mapping[str, Any]) -> None:
         _check_options(options)
+        refuse_unknown("PolicyLoss.forward", [name for name in options if name not in _NAMES])
         if mode not in ("loss", "logprobs"):
             raise ValueError(f"PolicyLoss: mode must be 'loss' or 'logprobs', got {mode!r}")
         if mode == "logprobs" and (old_logprobs is not None or advantages is not None):

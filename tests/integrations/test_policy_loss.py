@@ -182,8 +182,11 @@ def test_models_that_are_refused_at_once(make: Any, word: str) -> None:
 def test_options_that_are_the_models_or_unknown(name: str) -> None:
     policy = PolicyLoss(network())
     for call in (lambda: PolicyLoss(policy.model, **{name: None}), lambda: policy(**packed(), **{name: None})):
-        with pytest.raises(TypeError if name == "clip" else ValueError, match=rf"\b{name}\b"):
+        with pytest.raises(TypeError if name == "clip" else ValueError, match=rf"\b{name}\b") as caught:
             call()
+        known = set(str(caught.value).partition("known: ")[2].split(", "))
+        assert (name == "clip") == ({"temperature", "clip_high"} <= known)
+        assert not known & {"self", "bias", "lora", "softcap", "main_grad"}
 
 
 ROWS = padded()
