@@ -136,9 +136,9 @@ def clip_cov(
     scores = covariance(logprobs, advantages, live)
     candidates = live & (clip_hit == 0) & (scores > low) & (scores < high)
     if generator is None:  # torch.compile refuses generator=None with a dynamic shape
-        lots = torch.rand(scores.shape, device=scores.device)
+        lots = torch.rand(scores.shape, dtype=torch.float32, device=scores.device)
     else:
-        lots = torch.rand(scores.shape, generator=generator, device=scores.device)
+        lots = torch.rand(scores.shape, generator=generator, dtype=torch.float32, device=scores.device)
     return highest(lots, candidates, share_of(live, share, rounding="down"))
 
 
