@@ -109,7 +109,7 @@ class Layout:
         if value.dim() != 1:
             value = value.reshape(-1)
         dtype = dtype or self.dtype
-        return (value if value.dtype == dtype else value.to(dtype)).contiguous()
+        return (value if value.dtype == dtype else value.to(dtype)).resolve_neg().contiguous()
 
     def per_token_or_sequence(self, name: str, value: Any) -> Tensor:
         """Return a checked per-token or per-sequence tensor, expanded to tokens: flat [N], detached."""
@@ -136,16 +136,22 @@ class Layout:
         return value.detach()
 
     def _tensor(self, name: str, value: Any, shape: str | None = None) -> Tensor:
-        check_tensor(self.caller, name, value, f"a tensor {shape or self.describe()}")
+        self._check_real(name, value, f"a tensor {shape or self.describe()}")
         if value.device != self.device:
             raise self.fail(name, f"on {self.device} like the rest", value.device)
-        if value.is_complex():
-            raise TypeError(f"{self.caller}: {name} must be real, got {value.dtype}")
         return value
 
-    def number(self, value: Tensor) -> Tensor:
-        """Return a detached 0-d tensor. A CPU tensor stays on the CPU: a copy to a GPU would wait."""
-        return value.detach() if value.device.type == "cpu" else value.detach().to(self.device)
+    def _check_real(self, name: str, value: Any, expected: str) -> None:
+        check_tensor(self.caller, name, value, expected)
+        if value.is_complex():
+            raise TypeError(f"{self.caller}: {name} must be real, got {value.dtype}")
+
+    def number(self, name: str, value: Tensor) -> Tensor:
+        """Return a checked 0-d tensor, detached. A CPU tensor stays on the CPU: a copy to a GPU would wait."""
+        self._check_real(name, value, "a number or a 0-d tensor")
+        if value.is_meta and self.device.type != "meta":
+            raise self.fail(name, f"on {self.device} like the rest", value.device)
+        return value.detach().to(value.device if value.device.type == "cpu" else self.device, self.dtype)
 
     def _temperature(self, value: float | Tensor) -> tuple[float, Tensor | None]:
         """Return a scalar temperature, or one per token (then the scalar is unused)."""
@@ -153,7 +159,7 @@ class Layout:
             return 1.0, self.per_token("temperature", value)
         if isinstance(value, Tensor):
             ones = torch.ones(self.n_rows, dtype=self.dtype, device=self.device)
-            return 1.0, ones * self.number(value).to(self.dtype)
+            return 1.0, ones * self.number("temperature", value)
         if not is_number(value):
             raise TypeError(
                 f"{self.caller}: temperature must be a number or a tensor {self.describe()}, got {type(value).__name__}"

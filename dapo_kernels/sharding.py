@@ -69,7 +69,9 @@ class RaiseEverywhere:
 def logits_of_call(caller: str, logits: Any, group: Any) -> tuple[Any, Sharded | None]:
     """Return this rank's columns [T, V/R] or [B, L, V/R], and the ranks that share the rest."""
     with RaiseEverywhere(None, logits, group):
-        return _columns_of(caller, "logits", logits, -1, group)
+        columns, shard = _columns_of(caller, "logits", logits, -1, group)
+    # Kernels read memory, where a tensor such as x.conj().imag has the other sign.
+    return columns.resolve_neg() if isinstance(columns, Tensor) else columns, shard
 
 
 def head_of_ranks(caller: str, hidden: Any, weight: Any, options: Any) -> tuple[Any, Any, Sharded | None]:

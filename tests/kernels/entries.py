@@ -28,7 +28,12 @@ def spread(x: Tensor) -> Tensor:
     return wide[..., 0]
 
 
-STRIDES = {"dense": lambda x: x, "spread": spread, "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x}
+STRIDES = {
+    "dense": lambda x: x,
+    "spread": spread,
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
+    "negated": lambda x: torch._neg_view(-x) if x.is_floating_point() else x,  # as the imaginary part of x.conj()
+}
 
 
 class Laid:

@@ -119,10 +119,10 @@ def test_thread_count_changes_no_bit(restore_threads: None, n_tokens: int, vocab
             assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
-@pytest.mark.parametrize("strides", ["spread", "transposed"])
+@pytest.mark.parametrize("strides", ["spread", "transposed", "negated"])
 @pytest.mark.parametrize("entry", ["logits", "inplace"])
 def test_strided_logits(backend: str, entry: str, strides: str) -> None:
-    """Columns that do not lie side by side. `test_backends.py` has rows that do not."""
+    """Columns that do not lie side by side, or with the other sign. `test_backends.py` has rows that lie apart."""
     for dtype in dtypes_of(backend):
         case = logits_case(vocab=67, dtype=dtype, seed=95)
         given = {**OPTIONS, "ref_logprobs": case.ref_logprobs}
