@@ -110,8 +110,8 @@ class PolicyCall:
         live = layout.live(mask)
         sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()
         count = checked_denominator(layout, denominator, live)
-        if denominator is not None and chosen.aggregate != "token-mean":
-            _warn_of_a_token_count(layout, chosen, denominator, live)
+        if count is not None and chosen.aggregate != "token-mean":
+            _warn_of_a_token_count(layout, chosen, count, live)
         groups = None
         if chosen.aggregate == PROMPT_MEAN or group_ids is not None or group_tokens is not None:
             groups = _prompt_groups(layout, chosen, live, sequence_ids, group_ids, group_tokens, denominator)
@@ -161,7 +161,19 @@ def _selection(layout: Layout, objective: Objective, value: Tensor | float) -> T
     if name != "top_entropy" or not (isinstance(value, Tensor) or is_number(value)):
         threshold = ", or an entropy threshold" if name == "top_entropy" else ""
         raise layout.fail("selection", f"bool {layout.describe()} with {name}{threshold}", repr(value))
-    return value.to(layout.dtype) if isinstance(value, Tensor) else float(value)
+    return _threshold(layout, layout.number("selection", value) if isinstance(value, Tensor) else float(value))
+
+
+def _threshold(layout: Layout, value: Tensor | float) -> Tensor | float:
+    """Return the entropy threshold. Raises ValueError for NaN, which compares with no entropy; on a GPU this is an
+    asynchronous assert.
+    """
+    if isinstance(value, Tensor) and not readable(value):
+        if not torch.compiler.is_compiling():
+            torch._assert_async(~value.isnan())
+    elif math.isnan(value):
+        raise layout.fail("selection", "an entropy threshold", "nan")
+    return value
 
 
 def _settle(objective: Objective, tokens: Tokens, selection: Tensor | float | None) -> tuple[Objective, Tokens]:
@@ -274,10 +286,11 @@ def checked_denominator(layout: Layout, value: float | Tensor | None, live: Tens
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise layout.fail("denominator", "a number or a 0-d tensor", list(value.shape))
+        value = layout.number("denominator", value)
     elif not is_number(value):
         raise TypeError(f"{layout.caller}: denominator must be a number or a 0-d tensor, got {type(value).__name__}")
     _check_positive(layout, value, live)
-    return layout.number(value).to(layout.dtype) if isinstance(value, Tensor) else float(value)
+    return value if isinstance(value, Tensor) else float(value)
 
 
 def _check_positive(layout: Layout, value: float | Tensor, live: Tensor) -> None:

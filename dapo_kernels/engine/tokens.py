@@ -106,7 +106,8 @@ def loss_of_stats(
 def _high_entropy(call: PolicyCall, entropy: Tensor) -> Tensor:
     assert call.objective.top_entropy is not None
     if call.selection is not None:  # a threshold: a mask was already applied
-        return entropy >= call.selection
+        # Not >=: a NaN is chosen, as by ``select.top_entropy``, so that it shows in the loss.
+        return ~(entropy < call.selection)
     return select.top_entropy(entropy, call.tokens.live, call.objective.top_entropy)
 
 

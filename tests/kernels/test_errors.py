@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from test_random import FIXED
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dapo_kernels
 from dapo_kernels import OBJECTIVES, Objective, dapo_loss, use_backend
@@ -212,6 +212,13 @@ def test_an_unknown_name_lists_the_known_and_a_keyword_that_is_not_ours_gets_a_s
         ("policy_loss", "target_id", None),
         ("policy_loss", "temperature", None),
         ("dapo_loss", "inplace_backwards", "inplace_backward"),
+        ("linear_token_logprobs", "attention_mask", "mask"),
+        ("linear_token_logprobs", "temperatur", "temperature"),
+        ("preference_loss", "attention_mask", "mask"),
+        ("linear_preference_loss", "logit_softcapping", "softcap"),
+        ("preference_loss_from_logprobs", "betta", "beta"),
+        ("linear_distillation_loss", "attention_mask", "mask"),
+        ("linear_distillation_loss", "betta", "beta"),
     ],
 )
 def test_a_suggestion_is_a_keyword_of_this_function(function: str, keyword: str, ours: str | None) -> None:
@@ -261,9 +268,9 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("linear_dapo_loss", "main_grad", torch.ones(V, H).bfloat16(), REFUSALS, ()),
     ("linear_dapo_loss", "main_grad", torch.ones(V, H), ValueError, ("weight",)),  # which needs no gradient
     ("preference_loss", "cu_seqlens", None, ValueError, ()),
-    ("preference_loss", "loss_type", "kto", ValueError, ("sigmoid", "hinge", "ipo", "kto")),
-    ("preference_loss", "beta", 0.0, ValueError, ("0.0",)),
-    ("preference_loss", "label_smoothing", 0.5, ValueError, ("0.5",)),
+    ("preference_loss", "loss_type", "kto", ValueError, ("preference_loss:", "sigmoid", "hinge", "ipo", "kto")),
+    ("preference_loss", "beta", 0.0, ValueError, ("preference_loss:", "0.0")),
+    ("preference_loss", "label_smoothing", 0.5, ValueError, ("preference_loss:", "0.5")),
     ("preference_loss", "pairs", torch.tensor([[0, 4]]), ValueError, ("3", "4")),
     ("preference_loss", "pairs", torch.tensor([0, 1]), ValueError, ("[P, 2]",)),
     ("preference_loss", "pairs", torch.tensor([[0.0, 1.0]]), TypeError, ()),
@@ -341,9 +348,10 @@ WRONG_TENSORS: list[Any] = [
 ]
 WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), torch.zeros(3, 3), 1j]
 # And values that are wrong for one of them.
+NOWHERE = [torch.tensor(1.0 + 1.0j), torch.tensor(1.0, device="meta")]
 WRONG: dict[str, list[Any]] = {
-    "denominator": [math.inf, True, Fraction(6), torch.tensor(0.0), torch.tensor(math.nan), torch.ones(2)],
-    "temperature": [1e-50, 1e39, math.inf],
+    "denominator": [math.inf, True, Fraction(6), torch.tensor(0.0), torch.tensor(math.nan), torch.ones(2), *NOWHERE],
+    "temperature": [1e-50, 1e39, math.inf, *NOWHERE],
     "valid_vocab": [V + 1, True],
     "dual_clip": [1.0, 0.5],
     "clip_low": [1.1],
@@ -357,7 +365,7 @@ WRONG: dict[str, list[Any]] = {
     "clip_cov": [(0.1, 1.0), (0.0, 1.0, 5.0), (1.5, 1.0, 5.0), (0.1, 5.0, 1.0)],
     "kl_cov": [(0.1, math.nan), (1.5, 1.0)],
     "generator": ["seed"],
-    "selection": [[True] * T, IDS, BOOLS[:5]],
+    "selection": [[True] * T, IDS, BOOLS[:5], torch.tensor(math.nan), *NOWHERE],
     "group_ids": [GROUPS[:2], torch.zeros(T, dtype=torch.int64), torch.tensor(1), GROUPS.float(), GROUPS.bool()],
     "group_tokens": [torch.ones(2)],
 }
@@ -374,7 +382,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("clip_low", "clip_high", "kl_coef"), (0.0,)),
     "entropy_coef": (0.0, -1.0),
     "off_policy_mask": (0.0, None),
-    "selection": (math.nan, -1.0, 0.0, None),
+    "selection": (-1.0, 0.0, None),
     **dict.fromkeys(("softcap", "chunk_bytes", "denominator", "dual_clip", "length_norm", "top_entropy"), (None,)),
     **dict.fromkeys(("clip_cov", "kl_cov", "max_old_prob", "vespo", "bias", "mask", "importance_weights"), (None,)),
     **dict.fromkeys(("generator", "group_tokens", "valid_vocab"), (None,)),
@@ -400,6 +408,17 @@ def test_a_wrong_argument_is_named(function: str) -> None:
             if isinstance(value, Tensor) and name == next(iter(right)) and value.dim() in (1, 3):
                 continue  # the first argument sets the layout: another shape or device makes the others wrong
             refused(REFUSALS, function, {**right, **BESIDE.get(name, {}), name: value}, name)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["denominator", "temperature", "selection"])
+def test_a_number_that_requires_a_gradient_is_a_constant(name: str) -> None:
+    given: dict[str, Any] = {**good("dapo_loss"), "top_entropy": 0.5, "aggregate": "seq-mean-token-mean"}
+    losses = [
+        run("dapo_loss", {**given, name: torch.tensor(2.0, requires_grad=wanted)}).loss for wanted in (True, False)
+    ]
+    assert torch.equal(*losses)
+    assert not losses[0].requires_grad
 
 
 @given(
@@ -491,6 +510,9 @@ def test_a_shard_is_not_the_whole(mesh: DeviceMesh) -> None:
     for function in ("dapo_loss", "token_logprobs"):
         given = good(function)
         refused(ValueError, function, {**given, "logits": shard(given["logits"])}, "logits", "DTensor", "Shard(1)")
+    for name in ("denominator", "temperature", "selection"):
+        value = distribute_tensor(torch.tensor(2.0), mesh, [Replicate()])
+        refused(TypeError, "linear_dapo_loss", {**head, "top_entropy": 0.5, name: value}, name, "DTensor")
     two = init_device_mesh("cpu", (1, 1))
     weight = distribute_tensor(torch.randn(V, H), two, [Shard(0), Shard(0)])
     refused(ValueError, "linear_dapo_loss", {**good("linear_dapo_loss"), "weight": weight}, "weight", "DTensor")

@@ -100,6 +100,23 @@ def test_clip_cov_draws_evenly_and_from_its_generator_alone() -> None:
     assert drawn(None) == first
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["global", "own"])
+def test_clip_cov_draws_evenly_whatever_the_default_dtype(generator: torch.Generator | None) -> None:
+    """In bfloat16 there are few random numbers, and of equal ones the earlier token would be drawn."""
+    n, drawn = 4000, []
+    logprobs, advantages = torch.linspace(-2.0, 0.0, n), torch.linspace(-1.0, 1.0, n)
+    for dtype in (torch.float32, torch.bfloat16):
+        (generator or torch.default_generator).manual_seed(5)
+        torch.set_default_dtype(dtype)
+        try:
+            hit = torch.zeros(n, dtype=torch.int8)
+            drawn.append(select.clip_cov(logprobs, advantages, hit == 0, hit, (0.01, -1.0, 9.0), generator))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert int(drawn[0].sum()) == 40
+    assert torch.equal(*drawn)
+
+
 # --- the selection of a call ------------------------------------------------------------------------------
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -176,6 +193,14 @@ def test_the_threshold_itself_trains_and_entropy_is_not_computed_for_a_known_sel
     known, _ = call("inplace", case, "top_entropy", selection=entropy > threshold)
     assert known.entropy is None
     assert call("inplace", case, "top_entropy")[0].entropy is not None
+
+
+def test_an_entropy_that_is_not_a_number_shows_in_the_loss(backend: str) -> None:
+    case = case_of("logits", dead=0.0)
+    case.leaves["logits"][3] = math.nan
+    for threshold in (0.0, 99.0):
+        out, _ = call("logits", case, "top_entropy", selection=threshold)
+        assert math.isnan(out.loss.item())
 
 
 def test_the_draw_of_a_call_comes_from_its_generator(backend: str) -> None:
