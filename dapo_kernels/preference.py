@@ -108,7 +108,7 @@ def preference_loss(
             ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
         target_ids: [T] or [B, L], integers in [0, V).
         ref_logprobs: under the reference policy: per token, or summed over the live tokens of each sequence, [S] / [B];
-            detached. ``None``: no reference, which is the same as a uniform one.
+            detached. ``None``: no reference, ℓ_ref = 0.
         beta: β, positive; 0.1 by default.
         loss_type: ``"sigmoid"`` (DPO), ``"hinge"`` or ``"ipo"``, whose formulas are in docs/objectives.md.
         label_smoothing: with ``"sigmoid"``, the share of pairs assumed to be labelled the wrong way round, in

@@ -93,7 +93,11 @@ def top_entropy(entropy: Tensor, live: Tensor, share: float) -> Tensor:
 def clip_hits(
     objective: Objective, logprobs: Tensor, log_ratio: Tensor | None, advantages: Tensor, live: Tensor
 ) -> Tensor:
-    """Return int8 [N]: the clip bound that the surrogate hits, 0 for none or dead. ``log_ratio`` None: on-policy.
+    """Return int8 [N]: the clip bound that the surrogate hits, 0 for none or dead.
+
+    Args:
+        log_ratio: with ratio ``"sequence"`` or ``"sequence_token"`` the mean of ℓ − ℓ_old over the live tokens of the
+            token's sequence, otherwise (also with ``"sequence_clipped"``) ℓ − ℓ_old; None: on-policy.
 
     Example:
         >>> import torch

@@ -84,7 +84,7 @@ def test_rows_of_the_table_written_as_functions(backend: str, entry: str) -> Non
 
 
 def test_the_code_of_the_page(backend: str) -> None:
-    """DPPO-Binary-TV of docs/objectives.md, run as it stands there, against the gradients of its row of the table."""
+    """DPPO-Binary-TV of docs/objectives.md, run as it stands there, against its row of the table."""
     case = linear_case(23, 8, (40, 30), seed=11)
     case.old_logprobs = (case.old_logprobs + 2.0).clamp(max=-0.01)  # probabilities that can change by more than 0.2
     found = case.fresh()
@@ -94,6 +94,7 @@ def test_the_code_of_the_page(backend: str) -> None:
     names["out"].loss.backward()
     expected, grads = call("linear", case, "dppo_tv", denominator=31.0)
     assert expected.metrics["clip_low"] + expected.metrics["clip_high"] > 3
+    torch.testing.assert_close(names["out"].loss, expected.loss)
     torch.testing.assert_close({name: leaf.grad for name, leaf in found.items()}, grads, rtol=1e-4, atol=1e-6)
 
 
