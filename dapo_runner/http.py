@@ -34,12 +34,12 @@ class HTTPError(RunError):
     Attributes:
         status: The HTTP status code, if the server returned an error.
         waited: The seconds until the deadline, if the request timed out.
+        retry_after: The seconds that the server asks to wait before the next request (Retry-After).
     """
 
-    def __init__(self, message: str, status: int | None = None, waited: float = 0.0) -> None:
+    def __init__(self, message: str, status: int | None = None, waited: float = 0.0, retry_after: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
-        self.waited = waited
+        self.status, self.waited, self.retry_after = status, waited, retry_after
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -118,7 +118,9 @@ async def request(
 async def _read_answer(response: aiohttp.ClientResponse, key: str, max_bytes: int) -> Any:
     if not 200 <= response.status < 300:
         detail = shorten(f"{response.reason}: {await _read_error(response, max_bytes)}", key)
-        raise HTTPError(f"{response.url}: HTTP {response.status} {detail}", response.status)
+        asked = response.headers.get("Retry-After", "")  # seconds; a date is not read
+        after = float(asked) if asked.isdecimal() else 0.0
+        raise HTTPError(f"{response.url}: HTTP {response.status} {detail}", response.status, retry_after=after)
     raw = await _read(response, max_bytes)
     try:
         return json.loads(raw) if raw else None

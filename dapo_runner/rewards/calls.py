@@ -18,11 +18,12 @@ from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.errors import RunError, describe_error
+from dapo_runner.http import HTTPError
 from dapo_runner.threads import in_thread, map_in_threads
 from dapo_runner.types import Completion, Prompt, Verdict
 
 ASYNC_CALLS = 64  # default of reward.calls.concurrency for calls that mostly wait
-PAUSE = 0.5  # seconds before the first retry; doubled before each further retry
+PAUSE = 0.5  # seconds before the first retry
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 400  # characters of a prompt or a response in an error message
 
@@ -81,17 +82,22 @@ class CallingReward:
         counts, self.counts = self.counts, Counter(dict.fromkeys(self.counts, 0))
         return dict(counts)
 
-    def _run_with_retries(self, call: Call) -> tuple[Any | RewardError, int]:
-        for attempt in range(self.config.calls.retries + 1):
-            if attempt:
-                time.sleep(PAUSE * 2 ** (attempt - 1))
-            try:
-                return call.function(), attempt
-            except ConfigError:
-                raise
-            except (Exception, SystemExit, DeadlineError) as error:
-                failure = error
-        return reward_error(self.name, failure, call.prompt, call.completion), attempt
+    def _run_with_retries(self, call: Call, attempt: int = 0) -> tuple[Any | RewardError, int]:
+        try:
+            return call.function(), attempt
+        except ConfigError:
+            raise
+        except (Exception, SystemExit, DeadlineError) as error:
+            if attempt == self.config.calls.retries:
+                return reward_error(self.name, error, call.prompt, call.completion), attempt
+            pause(attempt, error, self.config.call_deadline)
+        return self._run_with_retries(call, attempt + 1)
+
+
+def pause(attempt: int, error: BaseException, longest: float) -> None:
+    """Wait before a retry: for PAUSE × 2^attempt seconds, or for those that the server asks for, up to ``longest``."""
+    asked = error.retry_after if isinstance(error, HTTPError) else 0.0
+    time.sleep(max(PAUSE * 2**attempt, min(asked, longest)))
 
 
 def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Completion) -> RewardError:

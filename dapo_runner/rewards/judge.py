@@ -183,29 +183,32 @@ class Judge(CallingReward):
         return Questioner(self.settings, () if self.model is None else special_tokens(self.model.tokenizer))
 
     def _ask_all(self, submitted: Mapping[Question, About]) -> dict[Question, RewardError]:
-        """Ask the questions and save the judgements. Return the failures that `reward.calls.max_failed` allows."""
+        """Ask the questions and save the judgements, also if one fails. Return the failures that are allowed."""
         votes = max(1, self.settings.votes)
-        if self.model is None:
-            tries = [(question, vote) for question in submitted for vote in range(votes)]
-            results = self.run_calls(
-                [Call(*submitted[question], partial(self._ask, question, vote)) for question, vote in tries]
-            )
-        else:
+        answers: dict[Question, list[float | None]] = {question: [] for question in submitted}
+
+        def ask(question: Question, vote: int) -> None:
+            answers[question].append(self._ask(question, vote))
+
+        try:
+            if self.model is None:
+                tries = [(question, vote) for question in submitted for vote in range(votes)]
+                results = self.run_calls([Call(*submitted[one], partial(ask, one, vote)) for one, vote in tries])
+                found = zip(tries, results, strict=True)
+                return {question: failed for (question, _), failed in found if isinstance(failed, RewardError)}
             try:
                 results = self.model([self.questioner.messages(question) for question in submitted])
             except (OSError, RuntimeError, ValueError) as error:
                 raise reward_error("judge", error, *next(iter(submitted.values()))[1:]) from error
-        found, failures = {}, {}
-        for number, question in enumerate(submitted):
-            answers = results[votes * number : votes * (number + 1)]
-            clear = [answer for answer in answers if isinstance(answer, float)]
-            if (failed := first_error(answers)) is not None:
-                failures[question] = failed
-            else:
-                mean = sum(clear) / votes
-                found[question] = Judgement(self.settings.answers[mean < 0.5] if clear else None, mean)
-        self.known.add(found)
-        return failures
+            answers = {question: [answer] for question, answer in zip(submitted, results, strict=True)}
+            return {}
+        finally:
+            self.known.add({one: self._judgement(found) for one, found in answers.items() if len(found) == votes})
+
+    def _judgement(self, answers: Sequence[float | None]) -> Judgement:
+        clear = [answer for answer in answers if answer is not None]
+        mean = sum(clear) / len(answers)
+        return Judgement(self.settings.answers[mean < 0.5] if clear else None, mean)
 
     def _ask(self, question: Question, vote: int = 0) -> float | None:
         """Return the confidence in one reply of an API; None if it is unclear, or the API refuses the text.

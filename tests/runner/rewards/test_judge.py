@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo_runner.config import Config, ConfigError, JudgePrompt, parse
 from dapo_runner.errors import RunError
 from dapo_runner.loop import train
-from dapo_runner.rewards.calls import RewardError
+from dapo_runner.rewards.calls import PAUSE, RewardError
 from dapo_runner.rewards.judge import MAX_CHARACTERS, Judge, Judgement, Question, Questioner, VerdictLog
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.folder import check_same_run, write_config
@@ -125,6 +125,30 @@ def test_a_question_is_asked_once_also_after_a_resume(tmp_path: Path) -> None:
         assert verdicts(again(*batch(*texts))) == first
         assert len(api.bodies) == 4
         assert verdicts(again(*batch("0.3")))[0].value == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("votes", [0, 2])
+def test_a_batch_that_fails_keeps_the_verdicts_that_are_complete(votes: int, tmp_path: Path) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        is_last = (asked(body, "response"), body.get("seed", 0)) == ("0.5", max(0, votes - 1))
+        return (500, b"", {}) if is_last else by_response(body)
+
+    with FakeAPI(reply) as api:
+        scorer = Scorer(at(api, {"votes": votes}, calls={"retries": 0, "concurrency": 1}))
+        scorer.judge.known.open(tmp_path)
+        with pytest.raises(RewardError):
+            scorer(*batch("0.8", "0.5", "0.2"))
+    (line,) = (tmp_path / "verdicts.jsonl").read_text().splitlines()
+    assert json.loads(line)["response"] == "0.8"
+
+
+@pytest.mark.parametrize(("asks", "seconds"), [("7", 7.0), ("999", LIMIT), ("0", PAUSE), ("Fri, 27 Nov 2026", PAUSE)])
+def test_a_retry_waits_as_long_as_the_api_asks(asks: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    with FakeAPI(lambda body: (429, b"", {"Retry-After": asks}) if len(api.bodies) == 1 else by_response(body)) as api:
+        monkeypatch.setattr("dapo_runner.rewards.calls.time.sleep", slept.append)
+        (found,) = verdicts(Scorer(at(api, calls={"retries": 1}))(*batch("0.8")))
+    assert (found.value, slept) == (pytest.approx(0.8), [seconds])
 
 
 def test_fewer_ranks_know_the_judgements_of_all(tmp_path: Path) -> None:
