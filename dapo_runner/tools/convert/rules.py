@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import gcd, isqrt
+from math import gcd, isqrt, prod
 
 HEADINGS = ("Answer Format", "Transformed Problem", "Answer Calculation", "Final Answer")
 REQUEST = r"""Rewrite a mathematics problem so that its answer becomes one integer. The given answer is right: do not
@@ -40,8 +40,9 @@ _HEADING = re.compile(rf"^[#*\s]*({'|'.join(HEADINGS)})\b[^\n]*$", re.MULTILINE 
 _VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?!\d|[/^]|\.\d)")
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
-_ROOT = re.compile(r"\\sqrt\s*\{?\s*([A-Za-z])\s*\}?")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{?\s*([A-Za-z])\s*\}?\s*\{?\s*([A-Za-z])\s*\}?|\b([A-Za-z])\s*/\s*([A-Za-z])\b")
+_ONE = r"\s*(?:\{\s*([A-Za-z])\s*\}|([A-Za-z]))"  # a letter as argument of a command
+_FACTOR = re.compile(rf"\\pi|\\sqrt(?:\[([2-9])\])?{_ONE}")
+_FRACTION = re.compile(rf"\\[dt]?frac\s*(?:\{{([A-Za-z\d\s+-]+)\}}|([A-Za-z])){_ONE}|\b([A-Za-z]) ?/ ?([A-Za-z])\b")
 
 
 class RejectedError(ValueError):
@@ -80,8 +81,9 @@ def read_reply(text: str) -> Reply:
 
 def as_integer(text: str) -> int | None:
     """Return the integer in `$1{,}234$`, `\\boxed{19}` or `**-3**`; None for any other text."""
-    bare = re.sub(r"\\boxed|\{,\}|,(?=\d{3}(?!\d))|\\[!,;]|[${}*]|(?<=-)\s+", "", text).strip().rstrip(".")
-    return int(bare) if re.fullmatch(r"-?\d+", bare, re.ASCII) else None
+    bare = re.sub(r"\\boxed|\{,\}|,(?=\d{3}(?!\d))|\\[!,;]|\$|(?<=-)\s+", "", text)
+    found = re.fullmatch(r"[\s{*]*(-?\d+)[\s}*.]*", bare, re.ASCII)
+    return int(found[1]) if found else None
 
 
 def _line(calculation: str, name: str) -> str:
@@ -122,9 +124,11 @@ def _letters(latex: str) -> set[str]:
 
 
 def _has_other_values(form: str, values: Mapping[str, int]) -> bool:
-    """Return whether other integers fit the form too. Only roots and fractions of single letters are examined."""
-    fractions = ((p or a, q or b) for p, q, a, b in _FRACTION.findall(form))
-    if any(gcd(values[p], values[q]) > 1 for p, q in fractions if p in values and q in values):
-        return True
-    numbers = [abs(values.get(letter, 1)) for letter in _ROOT.findall(form)]
-    return any(n % (root * root) == 0 for n in numbers for root in range(2, min(isqrt(n), 10**4) + 1))
+    """Return whether other integers fit the form. Only roots of a letter and fractions over a letter are examined."""
+    for numerator, q in (filter(None, found) for found in _FRACTION.findall(_FACTOR.sub("1", form))):
+        terms = re.findall(r"[^\s+-][^+-]*", numerator)
+        factors = (prod(values.get(letter, 1) for letter in _letters(term)) for term in terms)
+        if values.get(q, 1) < 0 or gcd(values.get(q, 1), *factors) > 1:
+            return True
+    roots = [(int(degree or 2), abs(values.get(a or b, 1))) for degree, a, b in _FACTOR.findall(form)]
+    return any(n % root**degree == 0 for degree, n in roots for root in range(2, min(isqrt(n), 10**4) + 1))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -17,8 +16,8 @@ from dapo_runner.data.dataset import RECIPE_TEMPLATE
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl, to_jsonl
 from dapo_runner.http import HTTPError
-from dapo_runner.rewards.calls import PAUSE
-from dapo_runner.rewards.judge import chat
+from dapo_runner.rewards.calls import pause
+from dapo_runner.rewards.judge import REFUSED, chat
 from dapo_runner.rewards.workers import WorkerError, open_rule, require_package
 from dapo_runner.threads import map_in_threads
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
@@ -26,9 +25,7 @@ from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, re
 WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
 RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
 MOST_TOKENS = 8192  # of a reply, unless options.max_tokens is set
-
-Request = tuple[str, list[dict[str, str]]]
-"""The key of a problem, and the conversation that the model replies to."""
+EASY = Problem("1 + 1 = ?", "2", "")  # asked after a refusal
 
 
 def beside(out: Path, what: str) -> Path:
@@ -83,25 +80,27 @@ def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str
 
 
 def _settle_all(problems: Mapping[str, Problem], config: ConvertConfig) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield rows by key: first of the problems with integer answers, then batch by batch of the others."""
-    integers = {key: problem for key, problem in problems.items() if as_integer(problem.answer) is not None}
-    yield {key: _row(problem, problem.question, problem.answer, rule="integer") for key, problem in integers.items()}
-    requests = [
-        (key, request(bare_question(problem), problem.answer))
-        for key, problem in problems.items()
-        if key not in integers
-    ]
-    for start in range(0, len(requests), config.concurrency):
-        batch = requests[start : start + config.concurrency]
-        replies = _ask_endpoint(config, batch)
-        yield {key: _settle(problems[key], reply, config) for (key, _), reply in zip(batch, replies, strict=True)}
+    """Yield rows by key: of integer answers, then batches of the others. Raises HTTPError after the rows of a batch."""
+    integers = {key: n for key, problem in problems.items() if (n := as_integer(problem.answer)) is not None}
+    yield {key: _row(problems[key], problems[key].question, str(n), rule="integer") for key, n in integers.items()}
+    asking = [key for key in problems if key not in integers]
+    for start in range(0, len(asking), config.concurrency):
+        batch = asking[start : start + config.concurrency]
+        found = map_in_threads(lambda key: _ask(config, problems[key]), batch, config.concurrency)
+        replies = {key: reply for key, reply in zip(batch, found, strict=True) if not isinstance(reply, HTTPError)}
+        yield {key: _settle(problems[key], reply, config) for key, reply in replies.items()}
+        for error in (reply for reply in found if isinstance(reply, HTTPError)):
+            raise error
 
 
-def _settle(problem: Problem, text: str, config: ConvertConfig) -> dict[str, Any]:
+def _settle(problem: Problem, found: str | RejectedError, config: ConvertConfig) -> dict[str, Any]:
     question = bare_question(problem)
-    evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model, "reply": text}
+    evidence: dict[str, Any] = {"problem": question, "answer": problem.answer, "model": config.model}
     try:
-        reply = read_reply(text)
+        if isinstance(found, RejectedError):
+            raise found
+        evidence["reply"] = found
+        reply = read_reply(found)
         checked = check(reply, question, problem.answer, is_same)
     except RejectedError as error:
         return _row(problem, problem.question, problem.answer, **evidence, rejected=str(error))
@@ -139,16 +138,15 @@ def _key_of(problem: Problem) -> str:
     return hashlib.sha256(f"{problem.key}\0{problem.answer}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _ask_endpoint(config: ConvertConfig, batch: Sequence[Request]) -> list[str]:
-    """Return the replies of an API. Raises HTTPError after all retries."""
-    fields = {"max_tokens": MOST_TOKENS, "temperature": 0, "seed": 0}
-
-    def ask(request: Request) -> str:
-        for attempt in range(RETRIES):
-            try:
-                return chat(config, request[1], TIMEOUT, **fields)[0]
-            except HTTPError:
-                time.sleep(PAUSE * 2**attempt)
-        return chat(config, request[1], TIMEOUT, **fields)[0]
-
-    return map_in_threads(ask, batch, config.concurrency)
+def _ask(config: ConvertConfig, problem: Problem, attempt: int = 0) -> str | HTTPError | RejectedError:
+    """Return the reply of an API, its error after all retries, or that it refuses this problem, but not every one."""
+    messages = request(bare_question(problem), problem.answer)
+    try:
+        return chat(config, messages, TIMEOUT, max_tokens=MOST_TOKENS, temperature=0, seed=0)[0]
+    except HTTPError as error:
+        if error.status in REFUSED and problem != EASY and isinstance(_ask(config, EASY), str):
+            return RejectedError(f"the server refuses the problem (HTTP {error.status})")
+        if error.status in REFUSED or attempt == RETRIES:
+            return error
+        pause(attempt, error, TIMEOUT)
+    return _ask(config, problem, attempt + 1)

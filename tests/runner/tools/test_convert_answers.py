@@ -60,6 +60,7 @@ def test_what_is_no_reply(text: str, section: str) -> None:
 
 def test_integers() -> None:
     integers = {"19": 19, "$-3$": -3, "1,234": 1234, "$1{,}234$": 1234, "**7**": 7, "\\boxed{0}": 0, "336^\\circ": None}
+    integers |= {"3.": 3, "007": 7, " **$\\boxed{19}$**. ": 19, "2*3": None, "{1}{2}": None}
     assert {text: as_integer(text) for text in integers} == integers
     assert [as_integer(text) for text in ("1.5", "x", "", "1,2", "2^3", "\\frac{1}{2}", "٣", "1 2")] == [None] * 8
 
@@ -71,6 +72,9 @@ def test_integers() -> None:
         ("-\\frac{3}{4}", "-\\frac pq", {"p": 3, "q": 4}, "p+q", 7),
         ("\\frac{5\\pi}{12}", "\\frac{a\\pi}{b}", {"a": 5, "b": 12}, "10a+b", 62),
         ("0.125", "\\frac{p}{q}", {"p": 1, "q": 8}, "p+q", 9),
+        ("\\frac{1+\\sqrt{5}}{2}", "\\frac{p+k\\sqrt{m}}{q}", {"p": 1, "k": 1, "m": 5, "q": 2}, "p+k+m+q", 9),
+        ("\\frac{2}{5}", "\\frac{p}{q+r}", {"p": 2, "q": 4, "r": 1}, "p+q+r", 7),
+        ("\\sqrt{6}", "\\sqrt{m+n}", {"m": 4, "n": 2}, "m+n", 6),
         ("5\\left(\\frac12\\right)^{3}", "a\\frac{p}{q}", {"a": 5, "p": 1, "q": 8}, "apq", 40),
     ],
 )
@@ -98,15 +102,28 @@ def test_what_is_rejected(changed: dict[str, str]) -> None:
         check(read_reply(reply(**changed)), CIRCLE, r"11-2\sqrt{6}", is_same)
 
 
-def test_a_fraction_that_can_be_reduced_is_rejected() -> None:
-    with pytest.raises(RejectedError):
-        check(Reply(r"\frac{p}{q}", f"{CIRCLE} p + q", {"p": 2, "q": 4}, "p+q", 6), CIRCLE, r"\frac12", is_same)
+@pytest.mark.parametrize(
+    ("answer", "form", "values"),
+    [
+        (r"\frac12", r"\frac{p}{q}", {"p": 2, "q": 4}),
+        (r"\frac12", "p/q", {"p": 2, "q": 4}),
+        (r"-\frac34", r"\frac pq", {"p": 3, "q": -4}),
+        (r"\frac{\sqrt3}{2}", r"\frac{k\sqrt{m}}{n}", {"k": 2, "m": 3, "n": 4}),
+        (r"\frac{1-\sqrt5}{2}", r"\dfrac{ -k\sqrt{m} + p }{ q }", {"p": 2, "k": 2, "m": 5, "q": 4}),
+        (r"\frac{\pi}{2}", r"\frac{p\pi}{q}", {"p": 2, "q": 4}),
+        (r"2\sqrt[3]{2}", r"\sqrt[3]{m}", {"m": 16}),
+    ],
+)
+def test_values_that_are_not_in_lowest_terms_are_rejected(answer: str, form: str, values: dict[str, int]) -> None:
+    found = Reply(form, f"{CIRCLE} {', '.join(values)}", values, "+".join(values), sum(values.values()))
+    with pytest.raises(RejectedError, match="lowest terms"):
+        check(found, CIRCLE, answer, is_same)
 
 
 PROBLEMS = [(f"{number}. {CIRCLE}", "11-2\\sqrt{6}") for number in range(6)]
 ROWS = [
     *({"question": apply_template("dapo", problem), "truth": answer} for problem, answer in PROBLEMS),
-    {"question": "1 + 2?", "truth": "3"},
+    {"question": "1 + 2?", "truth": "$3$."},
     {"question": PROBLEMS[0][0], "truth": "11-2\\sqrt{6}"},
     {"question": "Which colour?", "truth": "red"},
 ]
@@ -164,6 +181,29 @@ def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: 
         assert len(api.bodies) - before == 8 - asked
     for name in ("", ".rejected"):
         assert (tmp_path / f"lost{name}.jsonl").read_bytes() == (tmp_path / f"whole{name}.jsonl").read_bytes()
+
+
+def test_a_problem_that_the_server_refuses_is_rejected_and_a_failure_loses_no_other_reply(
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        asked = body["messages"][-1]["content"].rpartition("Problem:\n")[2]
+        is_failing = asked[0] == "4" or (status == 400 and asked[0] == "1")  # "1 + 1 = ?" tells whether all are refused
+        return (status, b"", {}) if is_failing else (413, b"", {}) if "colour" in asked else answering(body)
+
+    monkeypatch.setattr("dapo_runner.rewards.calls.PAUSE", 0.0)
+    with FakeAPI(reply) as api:
+        status = 500
+        dapo(*arguments(tmp_path, api), code=1)
+        assert len(read_jsonl(tmp_path / "out.journal.jsonl")) == len(ROWS)  # of the settings, and all rows but one
+        status, before = 400, len(api.bodies)
+        dapo(*arguments(tmp_path, api), code=1)
+        assert len(api.bodies) - before == 2
+        status, before = 422, len(api.bodies)
+        dapo(*arguments(tmp_path, api))
+        assert len(api.bodies) - before == 2
+    rejected = read_jsonl(tmp_path / "out.rejected.jsonl")
+    assert [row["conversion"]["rejected"][-10:] for row in rejected[1:]] == ["(HTTP 422)", "(HTTP 413)"]
 
 
 def test_a_missing_package_is_named(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
