@@ -135,7 +135,7 @@ class Completion:
     versions: which version of the weights sampled which tokens, if the engine reports it; lengths add up to N.
     loss_mask bool [N]: False on tokens that the policy did not sample; None if it sampled all of them.
     turns: the turns of an episode, which make up the response. ``text`` is then that of the policy's last turn.
-    environment: that of the episode, for reward functions; None once the response is scored.
+    environment, messages: those of the episode (role and content), for reward functions; none once it is scored.
     experts uint8 or int16 [P + N − 1, K]: with `loss.routing_replay: engine`, the experts in all layers of each of the
     P tokens of the prompt and of the response but its last, which the engine does not compute.
     """
@@ -151,6 +151,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     environment: Any = None
     experts: Tensor | None = None
+    messages: tuple[tuple[str, str], ...] = ()
 
     @property
     def length(self) -> int:

@@ -55,7 +55,7 @@ class ToolEnvironment(Environment):
         from transformers.utils import get_json_schema  # takes seconds
 
         names = {name for name, _ in inspect.getmembers(type(state), inspect.isfunction) if not name.startswith("_")}
-        tools = [*functions, *(getattr(state, name) for name in sorted(names - {"reset", "get_reward"}))]
+        tools = [*functions, *(getattr(state, name) for name in sorted(names - {"reset", "get_reward", "close"}))]
         self.functions = {tool.__name__: tool for tool in tools}
         if len(self.functions) < len(tools):
             raise ConfigError(f"env.tools: expected tools of different names, got {[one.__name__ for one in tools]}.")
@@ -82,8 +82,11 @@ class ToolEnvironment(Environment):
         return self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
 
     def close(self) -> None:
-        if self.loop is not None:
-            self.loop.close()
+        try:
+            self._await(getattr(self.state, "close", lambda: None)())
+        finally:
+            if self.loop is not None:
+                self.loop.close()
 
     def _await(self, result: Any) -> Any:
         if not inspect.iscoroutine(result):

@@ -194,7 +194,7 @@ class Scorer:
         if self.shaped and overlong.soft_punishment:
             penalty = rules.length_penalty(completion.n_sampled, self.max_length, overlong.cache_length)
         return Sample(
-            completion=replace(completion, environment=None),
+            completion=replace(completion, environment=None, messages=()),
             verdict=verdict,
             base_reward=reward,
             length_penalty=penalty,

@@ -16,8 +16,8 @@ _OWN = {"prompt", "prompts", "completion", "completions", "completion_ids"}
 def from_trl(function: Callable[..., Any], *, chat: bool = False) -> Callable[..., Any]:
     """Return a reward of (prompts, completions, rows) for TRL's `(completions, **columns)`, plain or async.
 
-    With ``chat``, prompts and completions are lists of messages, as TRL passes them for chat data; otherwise texts. If
-    the function returns None for a response, the other rewards decide it, as in TRL. Episodes pass ``environments``.
+    With ``chat``, prompts and completions are lists of messages, as TRL passes them for chat data; otherwise texts, of
+    an episode its last. If it returns None for a response, the other rewards decide. Episodes pass ``environments``.
     """
     return partial(_call_async if inspect.iscoroutinefunction(function) else _call, function, chat)
 
@@ -40,6 +40,7 @@ def _arguments(
         columns["environments"] = [completion.environment for completion in completions]
     if not chat:
         return columns | {"prompts": [p.text for p in prompts], "completions": [c.text for c in completions]}
-    chat_prompts = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in prompts]
-    replies = [[{"role": "assistant", "content": completion.text}] for completion in completions]
-    return columns | {"prompts": chat_prompts, "completions": replies}
+    asked = [prompt.messages for prompt in prompts]
+    said = [completion.messages or (("assistant", completion.text),) for completion in completions]
+    chats = [[[{"role": role, "content": content} for role, content in one] for one in each] for each in (asked, said)]
+    return columns | dict(zip(("prompts", "completions"), chats, strict=True))

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dapo_runner.config import Config
 from dapo_runner.engines.engine import Groups, RolloutEngine
-from dapo_runner.environments.environment import Answer, Environment, Number
+from dapo_runner.environments.environment import Answer, Environment, Message, Number
 from dapo_runner.environments.template import TurnTemplate
 from dapo_runner.environments.tools import ToolEnvironment, make_environment, template_arguments
 from dapo_runner.errors import ConfigError, RunError, describe_error
@@ -138,7 +138,7 @@ class EpisodeRunner:
             truth = {"answer": prompt.answer} if prompt.answer and not isinstance(environment, ToolEnvironment) else {}
             row = deepcopy({"answer": prompt.answer, **prompt.row, **truth})
             text = _checked(str | None, environment.reset(row), "a text or None from reset") or ""
-            write = partial(self.template.open_episode, prompt.messages, text)
+            said, write = tuple[Message, ...](), partial(self.template.open_episode, prompt.messages, text)
             for number in range(self.config.max_turns):
                 tokens = self._tokenize(text, write, limit, is_result=number > 0 and bool(self.template.tools))
                 room = limit - episode.length - len(tokens)
@@ -148,12 +148,13 @@ class EpisodeRunner:
                 n, seed = self.config.max_turn_tokens or room, random.Random(f"{name}:{number}").getrandbits(31)
                 turn = yield RolloutRequest(0, asked, replace(sampling, n=1, max_tokens=min(room, n), seed=seed))
                 answer = None if turn.truncated else self._step(environment, turn)
+                turn = replace(turn, messages=(*said, ("assistant", turn.text)))
                 episode = self._extended(episode, tokens, turn, answer and answer.reward)
                 if answer is None or answer.is_done:
                     end = "length" if answer is None else "done"
                     break
-                text = "".join(message.content for message in answer.messages)
-                write = partial(self.template.reply, answer.messages, int(turn.token_ids[-1]))
+                said, text = answer.messages, "".join(message.content for message in answer.messages)
+                write = partial(self.template.reply, said, int(turn.token_ids[-1]))
             else:
                 end = "max_turns"
             found = getattr(environment, "get_reward", lambda: None)(), getattr(environment, "counts", {})
@@ -199,7 +200,7 @@ class EpisodeRunner:
 
     def _extended(self, episode: Completion, tokens: list[int], turn: Completion, reward: float | None) -> Completion:
         """Return an episode with ``tokens`` of the environment and a turn of the policy behind them."""
-        n, turns = len(tokens), list(episode.turns)
+        n, turns, messages = len(tokens), list(episode.turns), (*episode.messages, *turn.messages)
         versions = tuple(span._replace(length=n) for span in turn.versions[:1] if n)
         said = replace(begin(torch.tensor(tokens).long()), logprobs=torch.full((n,), torch.nan), versions=versions)
         for part in (said, turn) if tokens else (turn,):
@@ -207,7 +208,7 @@ class EpisodeRunner:
             turns.append(Turn("environment" if part is said else "assistant", *extent))
             episode = replace(join(episode, part), versions=(*episode.versions, *part.versions))
         turns[-1] = turns[-1]._replace(finish_reason="stop", reward=reward)
-        return replace(episode, turns=tuple(turns))
+        return replace(episode, turns=tuple(turns), messages=messages)
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""

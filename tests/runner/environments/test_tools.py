@@ -96,6 +96,9 @@ class CounterEnv:
     def get_reward(self) -> float:
         return 1.0 if self.count == self.target else 0.0
 
+    async def close(self) -> None:
+        self.is_closed = True
+
     def _hidden(self) -> None: ...
 
 
@@ -149,6 +152,7 @@ def test_an_environment_written_for_trl() -> None:
     assert environment.step("It is done.") == ((), None, True)
     assert environment.counts == {"tool_calls": 5, "tool_errors": 0, "tool_episodes": 1}
     environment.close()
+    assert environment.state.is_closed
     assert environment.loop.is_closed()
 
 

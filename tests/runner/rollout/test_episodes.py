@@ -39,6 +39,7 @@ from dapo_runner.logging.rollout_log import RolloutLog, read_step
 from dapo_runner.logging.show import page
 from dapo_runner.policy.model import Policy, load_model
 from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rewards.trl import from_trl
 from dapo_runner.rollout.episodes import EpisodeError, EpisodeRunner
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.types import (
@@ -127,6 +128,7 @@ def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> Non
     turns = [{"role": role, "content": content} for role, content in [*said, ("assistant", "ab3")]]
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     assert f"{prompt.text}{first.transcript}\n" == text
+    assert first.messages == (*said[1:], ("assistant", "ab3"))
     assert first.token_ids.tolist() != tokenizer(text[len(prompt.text) : -1])["input_ids"]  # `ab` would be one token
     whole = [*prompt.token_ids, *first.token_ids.tolist()]
     for request in engine.asked:
@@ -383,7 +385,11 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
         assert len(set(boards)) > 10
         assert f"score={sample.base_reward}" in boards[-1]
         assert sample.base_reward == completion.environment.score > 0
-        assert sample.completion.environment is None
+        assert (sample.completion.environment, sample.completion.messages) == (None, ())
+        (chat,) = from_trl(lambda completions, **_: completions, chat=True)([prompt], [completion], [{}])
+        assert [message["role"] for message in chat] == ["assistant", "tool"] * 24 + ["assistant"]
+        assert chat[0]["content"] == script[0]
+        assert f"score={sample.base_reward}" in chat[-2]["content"]
 
 
 def wide(n: int) -> str:
