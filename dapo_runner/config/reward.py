@@ -115,8 +115,8 @@ class RewardConfig(Section):
     parts: list[RewardPart] = []  # several rewards instead of one; the first decides correctness
     correct: float = 1.0  # reward of a correct response
     incorrect: float = -1.0  # reward of an incorrect response
-    # seconds for one response (kinds math, json, code, reasoning_gym; null: 10), or for one call of a function or a
-    # judge's API (null: 300)
+    # seconds for one response (kinds math, json, reasoning_gym; null: 10), for one run of a program (kind code, which
+    # runs it once for each input; null: 10), or for one call of a function or a judge's API (null: 300)
     deadline: MayChange[PositiveFloat | None] = None
     workers: MayChange[PositiveInt] = 2  # kinds math, json, code, reasoning_gym: worker processes
     memory_mb: PositiveInt = 1024  # kind code: memory of one program
@@ -132,7 +132,7 @@ class RewardConfig(Section):
 
     @property
     def rule_deadline(self) -> float:
-        """Seconds for one response in a worker process."""
+        """Seconds for one response, or one run of a program, in a worker process."""
         return self.deadline or 10.0
 
     @property

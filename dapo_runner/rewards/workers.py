@@ -105,7 +105,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class WorkerRule(ABC):
-    """Judge in processes, ``workers`` texts at the same time, each within ``deadline`` seconds."""
+    """Judge in processes, ``workers`` texts at the same time. A process has ``deadline`` seconds for its answer."""
 
     def __init__(self, workers: int, deadline: float) -> None:
         self.workers, self.deadline = workers, deadline
@@ -165,7 +165,7 @@ class TextRule(WorkerRule):
 
 
 class CodeRule(WorkerRule):
-    """Run programs, each with ``memory_mb`` of memory, against tests, which are the ground truth.
+    """Run programs with ``memory_mb`` of memory, once for each input, against tests, which are the ground truth.
 
     A program shares an interpreter with its tests, so a malicious one can make them pass. Exiting early does not count
     as passing.
