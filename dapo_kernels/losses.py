@@ -19,7 +19,7 @@ from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of,
 from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
-from dapo_kernels.records import Default, HeadOptions, Needs, RowRequest
+from dapo_kernels.records import Default, HeadOptions, Needs, RowRequest, Tokens
 from dapo_kernels.sharding import (
     GroupOption,
     RaiseEverywhere,
@@ -357,8 +357,8 @@ def _from_logits(
         stats = from_rows.stats_of(logits, request, server, in_place)
         return _of_stats(call, stats.logprobs, stats.entropy, backend_name)
     if in_place:
-        weights, unit = gradient_unit(logits.dtype, call.tokens.weights)
-        rest = (request, call.tokens._replace(weights=weights), call.scalars, server)
+        tokens, unit = _for_gradient(logits.dtype, call.tokens)
+        rest = (request, tokens, call.scalars, server)
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
     out = from_rows.logits_loss(logits, request, call.tokens, call.scalars, server)
@@ -386,11 +386,15 @@ def _from_hidden(
     if not any(needs) or not (call.one_visit or call.one_visit_user_loss):
         stats = from_hidden.linear_stats(head, request, plan)
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)
-    weights, unit = gradient_unit(head.hidden.dtype, call.tokens.weights)
-    tokens = call.tokens._replace(weights=weights)
+    tokens, unit = _for_gradient(head.hidden.dtype, call.tokens)
     with as_number(call.objective.own) as own:
         out = from_hidden.linear_loss(head, request, tokens, call.scalars._replace(own=own), needs, plan)
     return _output(call, out.loss / unit, *out[1:5])
+
+
+def _for_gradient(dtype: torch.dtype, tokens: Tokens) -> tuple[Tokens, Tensor | float]:
+    weights, unit = gradient_unit(dtype, tokens.weights, tokens.advantages, tokens.importance_weights)
+    return tokens._replace(weights=weights), unit
 
 
 def _row_call(

@@ -173,6 +173,35 @@ def test_fp16_with_a_loss_scale(backend: str, entry: str) -> None:
             assert not bool(((got == 0) & (truth.grads[name].abs() > 1e-3)).any())
 
 
+@pytest.mark.parametrize("large", ["", "ratio", "advantage"])
+@pytest.mark.parametrize("entry", ["inplace", "linear"])
+def test_fp16_keeps_small_gradients_and_large_ones(backend: str, entry: str, large: str) -> None:
+    """Before the loss scale is known: those of improbable tokens in a long response beside a short one do not
+    underflow, those of a ratio of 1000 or advantages of 10,000 do not overflow.
+    """
+    given: dict[str, Any] = {"dtype": torch.float16, "seed": 87, "dead": 0.0}
+    case = (
+        linear_case(2001, 8, (1, 200), **given)
+        if entry == "linear"
+        else logits_case(2001, (1, 200), sharpness=0.5, **given)
+    )
+    if entry == "linear":
+        case.leaves["weight"] *= 0.1
+    o, how = Options(aggregate="seq-mean-token-mean"), {"grad_output": 8.0}
+    case.advantages, case.old_logprobs = -torch.ones(201), solve(case, o).logprobs.float()
+    if large == "ratio":
+        case.old_logprobs[0] -= math.log(1000)  # of the heaviest token
+    elif large == "advantage":
+        case.advantages, how = 1e4 * case.advantages, {"grad_output": 8e-4}
+    truth = solve(case, o, **how).grads
+    _, grads = call(entry, case, "ppo", cu_seqlens=case.cu_seqlens, aggregate=o.aggregate, **how)
+    for name, got in grads.items():
+        improbable = truth[name].abs() < truth[name].abs().quantile(0.5)
+        for part in (improbable, ~improbable):
+            error = (got.double() - truth[name])[part].norm() / truth[name][part].norm()
+            assert float(error) < (1e-3 if entry == "linear" else 5e-3), f"{name}: {float(error):.1e}"
+
+
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(backend: str) -> None:
     """Row offsets need 64 bits: the last rows of a 2.2e9-element tensor equal the same rows alone."""
