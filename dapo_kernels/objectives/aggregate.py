@@ -57,7 +57,8 @@ def token_weights(
             sequences. Only prompts and sequences with a live token count.
         groups: required with ``prompt-mean-token-mean``.
     """
-    if objective.aggregate == "token-mean" and all_live and not isinstance(denominator, Tensor):
+    compiles = torch.compiler.is_compiling()  # ``full`` would make a number a constant of the graph
+    if objective.aggregate == "token-mean" and all_live and not compiles and not isinstance(denominator, Tensor):
         return torch.full(live.shape, 1.0 / (denominator or max(live.numel(), 1)), dtype=dtype, device=live.device)
     weights = live.to(dtype)
     if objective.aggregate == "token-mean":
