@@ -73,23 +73,27 @@ def user_loss(function: OwnLoss, logprobs: Tensor, entropy: Tensor | None, token
         raise ValueError(
             f"objective {name_of(function)!r}: its losses do not depend on logprobs (is there a detach()?)"
         )
-    if not torch.compiler.is_compiling():
-        _check_tokens_apart(function, losses, logprobs, entropy, given, counts)
+    _check_function(function, losses, logprobs, entropy, given, counts)
     return torch.where(counts, tokens.weights * torch.where(counts, losses, 0.0), 0.0).sum()
 
 
-@torch.no_grad()
-def _check_tokens_apart(
+def _check_function(
     function: OwnLoss, losses: Tensor, logprobs: Tensor, entropy: Tensor | None, given: OwnTokens, counts: Tensor
 ) -> None:
-    """Call the function again on every other token in reverse: a mean, a cumulative sum or a neighbour would differ."""
-    n = len(logprobs)
-    if n < 2:
-        return
-    some = torch.arange(n - 1, -1, -2, device=logprobs.device)
+    """Call the function again on every other token in reverse, detached: a mean, a cumulative sum or a neighbour would
+    give other losses, and a parameter of the caller's losses that require a gradient.
+    """
+    some = torch.arange(len(logprobs) - 1, -1, -2, device=logprobs.device)
     part = OwnTokens._make(None if x is None else x[some] for x in given)
     again = function(logprobs[some].detach(), None if entropy is None else entropy[some].detach(), part)
-    same = torch.isclose(again, losses[some], rtol=1e-4, atol=1e-6, equal_nan=True) | ~counts[some]
+    if again.requires_grad:
+        raise ValueError(
+            f"objective {name_of(function)!r}: its losses require a gradient of something other than logprobs and "
+            "entropy, such as a parameter, which gets none. Use it detached"
+        )
+    if torch.compiler.is_compiling():  # what follows would wait for values
+        return
+    same = torch.isclose(again, losses.detach()[some], rtol=1e-4, atol=1e-6, equal_nan=True) | ~counts[some]
     if not on_host(same):
         torch._assert_async(same.all())
     elif not bool(same.all()):

@@ -125,6 +125,20 @@ def test_what_looks_across_tokens_or_is_no_loss_per_token_is_refused(which: str)
             function(**arguments(case), objective=fn)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("top_entropy", [None, 0.5])
+def test_a_parameter_of_the_callers_is_refused(top_entropy: float | None, compile: bool) -> None:
+    """It would be trained by some functions and not by others."""
+    learnt = torch.tensor(0.5, requires_grad=True)
+    objective = Objective(surrogate=lambda lp, h, t: -t.advantages * lp * learnt, top_entropy=top_entropy)
+    for function, case in both():
+        run = torch.compile(function, fullgraph=True, backend="eager") if compile else function
+        with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="Use it detached"):
+            run(**arguments(case), objective=objective)
+        with torch.no_grad():
+            function(**arguments(case), objective=objective)
+
+
 def test_dead_tokens_may_hold_and_give_anything(backend: str) -> None:
     for function, case in both():
         seen = []
