@@ -119,11 +119,12 @@ class RolloutEngine(ABC):
         """Return the responses that this rank compares, each with the name of their source. Collective.
 
         The list has the same length on every rank, padded with (None, []). By default each engine gets the same
-        requests, and its ranks compare its responses.
+        requests, and ranks that share positions compare the responses of all their engines.
         """
-        answers = world.run_and_gather(lambda: self.generate(requests))
-        name = "" if world.is_single_process else f" on rank {world.rank}"
-        return [(name, answers[world.data_rank * world.layout.sequence])]
+        answers, layout = world.run_and_gather(lambda: self.generate(requests)), world.layout
+        first = world.data_rank * layout.sequence
+        leaders = range(first, first + layout.sequence, min(layout.sequence, layout.rollout_tensor))
+        return [("" if world.is_single_process else f" on rank {rank}", answers[rank]) for rank in leaders]
 
 
 def engine_class(config: Config) -> type[RolloutEngine]:
