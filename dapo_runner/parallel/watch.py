@@ -1,4 +1,4 @@
-"""Publish the phase of every rank in torchrun's store, so that an error can name a lost or stuck rank."""
+"""Publish the phase of every rank in the launcher's store, so that an error can name a lost or stuck rank."""
 
 from __future__ import annotations
 
@@ -51,17 +51,19 @@ class _Status:
 class Watch:
     """Publish the status of this rank and read those of others. Does nothing in a process without a launcher."""
 
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of this machine, until `open_world` sets one of all
+
     def __init__(self) -> None:
         self._store: PrefixStore | None = None
-        if launched():
+        # torchrun hosts the store. With another launcher rank 0 does, from when the process group exists.
+        if launched() and (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             try:
                 store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
             except dist.DistError:  # the host of the store is gone
                 return
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"dapo/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
+            self._store = PrefixStore(f"dapo/{Watch.attempt}", store)
 
     def set_phase(self, phase: str, error: str | None = None) -> None:
         """Publish the phase of this rank, or the error that stops it."""
@@ -79,7 +81,7 @@ class Watch:
         try:
             found = {rank: _Status(**json.loads(self._store.get(f"at/{rank}"))) for rank in range(self.size)}
         except (RuntimeError, ValueError):
-            return RankLostError("the launcher of this run's processes is lost, and other ranks with it")
+            return RankLostError("the launcher or rank 0 is lost, and other ranks with it")
         return RankLostError(_lost_rank(found, self.rank))
 
     def all_stopped(self, error: BaseException) -> bool:
@@ -112,9 +114,8 @@ def launched() -> bool:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS)
-    )
+    is_marked = isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS)
+    return isinstance(error, dist.DistError) or (is_marked and not isinstance(error, RunError))  # may quote a server
 
 
 def _lost_rank(found: dict[int, _Status], this_rank: int) -> str:

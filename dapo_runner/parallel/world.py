@@ -237,9 +237,7 @@ def open_world(config: Config) -> World:
         return SINGLE_PROCESS
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     layout = make_layout(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    on_gpus = is_cuda(config.run.device)
-    watch, timeout = Watch(), timedelta(seconds=config.parallel.timeout)
-    watch.set_phase("loading")
+    on_gpus, timeout = is_cuda(config.run.device), timedelta(seconds=config.parallel.timeout)
     if on_gpus:
         index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if index >= count:
@@ -248,7 +246,11 @@ def open_world(config: Config) -> World:
     if not dist.is_initialized():
         device = torch.device("cuda", index) if on_gpus else None
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=timeout, device_id=device)
-    return replace(make_world(layout, rank, "cuda" if on_gpus else "cpu", timeout), watch=watch)
+    world = make_world(layout, rank, "cuda" if on_gpus else "cpu", timeout)
+    Watch.attempt = world.broadcast_from_rank0(lambda: os.urandom(8).hex())  # the store outlives a restart
+    watch = Watch()
+    watch.set_phase("loading")
+    return replace(world, watch=watch)
 
 
 def make_world(layout: Layout, rank: int, device_type: str, timeout: timedelta | None = None) -> World:

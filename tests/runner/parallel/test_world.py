@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 import warnings
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +32,10 @@ from torch.distributed import distributed_c10d
 
 from dapo_runner.commands.output import share_warnings
 from dapo_runner.config import Config
+from dapo_runner.engines.client import RolloutError
+from dapo_runner.engines.engine import RolloutEngine
 from dapo_runner.interrupt import StopRequest
+from dapo_runner.parallel import watch
 from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
 from dapo_runner.parallel.watch import RankLostError, Watch
@@ -112,7 +117,15 @@ def communicate(rank: int) -> None:
         torch.testing.assert_close(positions_from_heads(own_query, group), query)
         assert own_key.shape[1] == max(n_key // 4, 1) or n_key % 4
 
-    open_world(make_config(parallel={"replicate": 2, "sequence": 2}))  # also of several worlds in one process
+    assert world.all_stopped(ValueError("on every rank"))
+    halves = open_world(make_config(parallel={"replicate": 2, "sequence": 2}))  # as a restart does: with the same store
+    with mock.patch.object(watch, "MEETING", 0.1):
+        assert rank or not halves.all_stopped(ValueError("on rank 0 alone"))
+    engine, first = cast("Any", SimpleNamespace(generate=lambda requests: [rank])), 2 * halves.data_rank
+    for shared, probed in ((1, [first, first + 1]), (2, [first]), (4, [first])):  # every engine, in lists of one length
+        layout = replace(halves.layout, rollout_tensor=shared)
+        found = RolloutEngine.answers_to_probe(engine, [], replace(halves, layout=layout))
+        assert found == [(f" on rank {one}", [one]) for one in probed]
     with refused("parallel.replicate"):
         open_world(make_config(parallel={"replicate": 3}))
 
@@ -167,6 +180,7 @@ def test_several_processes_without_a_launcher_are_refused(monkeypatch: pytest.Mo
 def lose_rank_1(rank: int, how: str, folder: Path) -> None:
     if rank != 1:  # as a run, which the signal of a launcher does not end at once
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)  # torchrun counts on each machine
     world = open_world(make_config(parallel={"timeout": 3.0}))
     quick = world.new_group(3.0 if how == "stuck" else 60.0)  # the ranks' own group waits for minutes
     assert world.watch is not None
@@ -176,7 +190,7 @@ def lose_rank_1(rank: int, how: str, folder: Path) -> None:
             if how == "stuck":
                 wait_for(lambda: len(list(folder.iterdir())) == 2)
             if how == "raises":
-                raise RuntimeError("no such thing\nnor that")
+                raise RolloutError("NCCL: Connection reset by peer\nnor that")
             os.kill(os.getpid(), signal.SIGKILL)
         world.watch.set_phase("wait")
         quick.all_gather_object(1)
@@ -199,7 +213,7 @@ def wait_for(condition: Any) -> None:
 
 @pytest.mark.parametrize(
     ("how", "part"),
-    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("raises", "RuntimeError: no such thing")],
+    [("stuck", "'rollout'"), ("killed", "'rollout'"), ("raises", "RolloutError: NCCL: Connection reset by peer")],
 )
 def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) -> None:
     """By the first of the others to print."""
@@ -212,6 +226,25 @@ def test_a_rank_that_is_lost_is_named_once(tmp_path: Path, how: str, part: str) 
         assert message.startswith("rank 1 on ")
         assert part in message
     assert sorted(is_first for *_, is_first in found) == [False, True]
+
+
+def open_without_torchrun(variables: dict[str, str]) -> None:
+    os.environ |= variables
+    began = time.monotonic()
+    Watch()  # of a message before the process group
+    world = open_world(make_config())
+    assert time.monotonic() - began < 8
+    assert world.all_stopped(ValueError("not today"))
+    assert not world.all_stopped(dist.DistError("Connection closed by peer"))
+
+
+def test_another_launcher_than_torchrun_has_no_store_before_the_process_group() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    process = CONTEXT.Process(target=open_without_torchrun, args=(variables | {"RANK": "0", "WORLD_SIZE": "1"},))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def warn(rank: int, folder: Path) -> None:
@@ -311,10 +344,11 @@ def test_of_two_dead_ranks_the_one_in_another_phase_is_named_also_if_it_ends_las
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    watch = Watch()
-    watch.set_phase("wait")
+    own = Watch()
+    own.set_phase("wait")
     ends = [CONTEXT.Event() for _ in range(2)]
     ends[0].set()
     processes = [
@@ -325,7 +359,7 @@ def test_of_two_dead_ranks_the_one_in_another_phase_is_named_also_if_it_ends_las
         process.start()
     processes[0].join()
     threading.Timer(0.05, ends[1].set).start()
-    found = str(watch.explain(dist.DistError("Connection closed by peer")))
+    found = str(own.explain(dist.DistError("Connection closed by peer")))
     assert "rank 2 on" in found
     assert "ended in 'rollout'" in found
     processes[1].join()
