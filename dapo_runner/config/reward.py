@@ -97,7 +97,7 @@ class CallsConfig(Section):
 
     concurrency: PositiveInt | None = None  # calls at the same time; null: 64 for an async function or an API, else 1
     retries: NonNegativeInt = 2  # retries of a failed call
-    max_failed: BelowOne = 0.0  # share of prompts that may be lost to failed calls, rounded up
+    max_failed: BelowOne = 0.0  # share of the prompts of a round and rank that failed calls may lose, rounded up
 
 
 class RewardKLConfig(Section):
