@@ -141,7 +141,7 @@ def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: Obje
             row_inputs(_cuda, request, tokens),
             request.softcap or 0.0,
             objective_of(_cuda, scalars),
-            float(scalars.entropy_coef),
+            scalars.entropy_coef,
             outputs(_cuda, result),
             losses.data_ptr(),
             scratch.data_ptr(),

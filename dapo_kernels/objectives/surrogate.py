@@ -45,17 +45,20 @@ class ObjectiveScalars(NamedTuple):
 
     @classmethod
     def of(cls, objective: Objective) -> ObjectiveScalars:
-        """Return the scalars of an objective. Those of a user-defined function are not read."""
+        """Return the scalars of an objective, as Python floats: Triton would make an integer a compile-time constant,
+        and refuses most NumPy numbers. Those of a user-defined function are not read.
+        """
         return cls(
             objective.surrogate if isinstance(objective.surrogate, str) else "own",
-            objective.clip_low,
-            objective.clip_high,
-            float("inf") if objective.dual_clip is None else objective.dual_clip,
-            *objective.sapo_tau,
-            objective.kl_coef,
+            float(objective.clip_low),
+            float(objective.clip_high),
+            float("inf" if objective.dual_clip is None else objective.dual_clip),
+            float(objective.sapo_tau[0]),
+            float(objective.sapo_tau[1]),
+            float(objective.kl_coef),
             objective.kl_estimator,
             objective.kl_through_ratio,
-            objective.entropy_coef,
+            float(objective.entropy_coef),
         )
 
     def pack(self) -> list[float]:

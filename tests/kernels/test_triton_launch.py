@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from dapo_kernels.backends import residency, triton
 from dapo_kernels.backends.divergence import Distance
 from dapo_kernels.backends.triton import divergence
+from dapo_kernels.objectives.surrogate import ObjectiveScalars
+from dapo_kernels.objectives.table import OBJECTIVES
 from dapo_kernels.records import RowRequest, Slopes
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -77,8 +81,8 @@ def test_nothing_is_compiled_again_for_another_length(monkeypatch: pytest.Monkey
                 logits = logits.as_strided((1, 1, 512), (2**32, 512, 1))
             request, tokens = p.request.at(at), p.tokens.at(at)
             per_token = torch.zeros(n + first)[first:]
-            for low in (0.2, 1):  # an int is a number too
-                some = p.scalars._replace(clip_low=low)
+            for number in (0.2, 1, np.float32(0.2)):
+                some = ObjectiveScalars.of(replace(OBJECTIVES["grpo"], clip_low=number, entropy_coef=number))
                 triton.row_loss_(logits, request, tokens, some)
                 triton.token_loss(per_token, per_token, tokens, some)
             request = RowRequest(request.target_ids, request.live, 1.0, None, True)

@@ -182,11 +182,6 @@ def _inputs(logits: Tensor, request: RowRequest) -> tuple[Any, ...]:
     return *_rows(logits), logits.shape[-1], request.target_ids, request.live.view(torch.int8), *tau, cap
 
 
-def _floats(scalars: ObjectiveScalars) -> tuple[Any, ...]:
-    """Return the scalars as floats: an integer such as clip_low=1 would become a compile-time constant."""
-    return tuple(float(x) if type(x) is int else x for x in scalars[:N_PER_TOKEN])
-
-
 def row_stats(logits: Tensor, request: RowRequest) -> RowStats:
     check_rows(request, logits.shape[-1])
     logits = unit_stride(logits)
@@ -232,8 +227,8 @@ def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: Obje
         losses,
         *result[1:-1],
         result.idle.view(torch.int8),
-        *_floats(scalars),
-        float(scalars.entropy_coef) or None,
+        *scalars[:N_PER_TOKEN],
+        scalars.entropy_coef or None,
         **_shape(work, is_large=request.softcap is not None),
     )
     if work is not logits:
@@ -269,7 +264,7 @@ def token_loss(logprobs: Tensor, log_ratio: Tensor | None, tokens: Tokens, scala
         tokens.importance_weights,
         losses,
         *result[1:],
-        *_floats(scalars),
+        *scalars[:N_PER_TOKEN],
         BLOCK_T=_BLOCK_T,
     )
     return result._replace(loss=losses.sum(dtype=torch.float64).to(torch.float32))
