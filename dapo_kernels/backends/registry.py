@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import warnings
@@ -53,6 +54,7 @@ def cuda_build() -> tuple[list[str], str] | None:
     return module.architectures.split(";"), module.toolkit
 
 
+@functools.cache
 def covers(architecture: str, capability: tuple[int, int]) -> bool:
     """Return whether code for ``architecture`` runs on a device: PTX also on later ones, machine code within a major
     version, with an "a" only on exactly that one.
@@ -78,11 +80,21 @@ def _cuda_missing() -> str | None:
         return "torch finds no CUDA device here"
     if status := module.device_error():
         return f"its CUDA runtime {module.toolkit} finds no device ({status}); update the GPU driver"
-    architectures, capability = module.architectures.split(";"), torch.cuda.get_device_capability()
-    if not any(covers(architecture, capability) for architecture in architectures):
-        device = "compute capability {}.{}".format(*capability)
-        return f"it was compiled for {', '.join(architectures)}; reinstall with DAPO_KERNELS_CUDA_ARCHS for {device}"
-    return None
+    unfit = [_cuda_has_no_code(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return unfit[0] if all(unfit) else None
+
+
+def _cuda_has_no_code(device: torch.device) -> str | None:
+    """Return why the CUDA module does not run on this device; None: it does."""
+    (architectures, _), capability = cuda_build() or ([], ""), torch.cuda.get_device_capability(device)
+    if any(covers(architecture, capability) for architecture in architectures):
+        return None
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}"
+    return (
+        f"it was compiled for {', '.join(architectures)}; reinstall with DAPO_KERNELS_CUDA_ARCHS for compute "
+        f"capability {capability[0]}.{capability[1]}"
+    )
 
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -139,10 +151,12 @@ _reasons: dict[str, str | None] = {}  # why a backend cannot run here, determine
 _loaded: dict[str, Backend] = {}
 
 
-def _why_not(name: str) -> str | None:
-    """Return why a backend cannot run here, determined once; None: it can."""
+def _why_not(name: str, device: torch.device | None = None) -> str | None:
+    """Return why a backend cannot run here, determined once, or not on this device; None: it can."""
     if name not in _reasons:
         _reasons[name] = BACKENDS[name].missing()
+    if name == "cuda" and device is not None and _reasons[name] is None:
+        return _cuda_has_no_code(device)
     return _reasons[name]
 
 
@@ -215,14 +229,15 @@ def backend_for(
     Raises:
         ValueError: the backend set by ``use_backend`` does not support the device.
         TypeError: the backend does not support the dtype.
+        RuntimeError: the backend cannot run on the device.
     """
     forced = _forced_last if torch.compiler.is_compiling() else _forced.get()
     name = forced or _default(device, dtype, vocab, call, starts)
-    if forced is None and device.type == "cuda" and (why := _why_not(name)) is not None:
-        raise RuntimeError(f"{caller}: CUDA tensors require the {name} backend: {why}; or use_backend('torch')")
     devices = BACKENDS[name].devices
     if devices is not None and device.type not in devices:
         raise ValueError(f"{caller}: backend {name!r} supports {', '.join(devices)} tensors, got {device}")
+    if device.type == "cuda" and (why := _why_not(name, device)) is not None:
+        raise RuntimeError(f"{caller}: backend {name!r} cannot run on {device}: {why}; or use_backend('torch')")
     if dtype == torch.float64 and name != "torch":
         raise TypeError(f"{caller}: float64 runs on the torch backend only; got use_backend({name!r})")
     return name
@@ -249,8 +264,8 @@ def _fits(row: Default, dtype: torch.dtype, vocab: int, call: str, starts: tuple
 
 
 def _able(row: Default, device: torch.device) -> bool:
-    """Return whether a row is for this device, and its backend runs here."""
-    if row.backend == "cuda" and _why_not("cuda") is not None:
+    """Return whether a row is for this device, and its backend runs there."""
+    if row.backend == "cuda" and _why_not("cuda", device) is not None:
         return False
     return row.capability is None or torch.cuda.get_device_capability(device) == row.capability
 

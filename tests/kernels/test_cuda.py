@@ -13,7 +13,7 @@ import torch
 
 import dapo_kernels
 from dapo_kernels import use_backend
-from dapo_kernels.backends import covers, registry, sources
+from dapo_kernels.backends import backend_for, covers, registry, sources
 from docs.models import cuda_sass
 
 PAGE = Path(__file__).parents[2] / "docs/cuda.md"
@@ -31,7 +31,20 @@ def test_which_devices_an_architecture_covers() -> None:
         assert found == {**dict.fromkeys(runs, True), **dict.fromkeys(does_not, False)}, architecture
 
 
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The CUDA module, as built for all devices, of which one is here."""
+    module = SimpleNamespace(architectures="80+PTX", toolkit="13.0", sources=sources.digest(), device_error=str)
+    monkeypatch.setitem(sys.modules, "dapo_kernels._cuda", module)
+    monkeypatch.setattr(registry, "_reasons", {"triton": None})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return module
+
+
 @pytest.mark.parametrize("built", [True, False])
+@pytest.mark.usefixtures("module")
 def test_the_first_row_of_the_defaults_that_fits_decides(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device, dtype and vocabulary; where the cuda backend cannot run it is Triton everywhere."""
     hopper = registry.Default("cuda", capability=(9, 0), vocab=100_000, dtypes=(torch.bfloat16,))
@@ -50,10 +63,11 @@ def test_the_first_row_of_the_defaults_that_fits_decides(built: bool, monkeypatc
         assert found == (expected if built else "triton")
 
 
+@pytest.mark.usefixtures("module")
 def test_the_defaults_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On compute capability 9.0 alone, of the tensors' device, and for no row that takes another kernel."""
     capabilities = dict(enumerate([(9, 0), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)]))
-    monkeypatch.setitem(registry._reasons, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     vocab, longest, in_place = 151_936, registry.CLUSTER_ROW_BYTES // 4, registry.CALLS[0]
 
@@ -74,12 +88,11 @@ def test_the_defaults_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     ("options", "kernel"),
     [({}, ""), ({"entropy": True}, " with entropy"), ({"entropy_coef": 0.01}, " with entropy")],
 )
+@pytest.mark.usefixtures("module")
 def test_the_default_on_hopper_is_not_for_entropies(
     options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an entropy the loss in place is another kernel, which was not measured."""
-    monkeypatch.setitem(registry._reasons, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     calls: list[str] = []
     monkeypatch.setattr(
         registry, "_default", lambda _device, _dtype, _vocab, call, _starts: calls.append(call) or "torch"
@@ -153,18 +166,35 @@ def test_without_its_module_or_a_device_a_backend_says_so(
             pass
 
 
-def test_without_a_driver_for_its_runtime_triton_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_for_its_runtime_triton_is_the_default(
+    module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch brings a runtime of its own, which may be older."""
-    module = SimpleNamespace(architectures="90a", toolkit="13.0", sources=sources.digest())
-    monkeypatch.setitem(sys.modules, "dapo_kernels._cuda", module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for error, expected in (("cudaErrorInsufficientDriver: too old", "triton"), ("", "cuda")):
         monkeypatch.setattr(registry, "_reasons", {})
         module.device_error = lambda error=error: error
         assert registry._cuda_default(torch.device("cuda"), torch.float32, 151_936) == expected
         reason = registry.available_backends()["cuda"]
         assert error in reason if error else reason is None
+
+
+def test_one_device_has_code_and_another_has_none(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of the tensors counts, not the current one."""
+    capabilities, module.architectures = [(8, 9), (9, 0), (7, 5)], "90a"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda x: capabilities[x.index])
+    ada, hopper, turing = (torch.device("cuda", index) for index in range(3))
+    found = [backend_for("dapo_loss", device, torch.float32, 151_936) for device in (ada, hopper, turing)]
+    assert found == ["triton", "cuda", "triton"]
+    with use_backend("cuda"):
+        assert backend_for("dapo_loss", hopper, torch.float32) == "cuda"
+        for device, remedy in ((ada, "DAPO_KERNELS_CUDA_ARCHS for compute capability 8.9"), (turing, "8.0 or later")):
+            with pytest.raises(RuntimeError, match=f"dapo_loss: .*{device}: .*{remedy}"):
+                backend_for("dapo_loss", device, torch.float32)
+    monkeypatch.setattr(registry, "_reasons", {})
+    capabilities.remove((9, 0))
+    with pytest.raises(RuntimeError, match=r"use_backend: .*DAPO_KERNELS_CUDA_ARCHS.*8\.9"), use_backend("cuda"):
+        pass
 
 
 needs_module = pytest.mark.skipif(
