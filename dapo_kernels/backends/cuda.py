@@ -134,6 +134,7 @@ def row_loss_(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: Obje
     rows = rows_of(_cuda, work)
     scratch = _workspace(rows, device)
     with _on(device):
+        _check_capture(device, "row_loss")  # the first answer of choose_path loads a kernel
         options = request.want_entropy or request.softcap is not None, work.shape[-1], _cuda.choose_path(rows), PATH
         _check_capture(device, "row_loss", work.dtype, *options)
         _cuda.row_loss(

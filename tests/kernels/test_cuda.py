@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import OPTIONS, problem, random_rows
 
 import dapo_kernels
 from dapo_kernels import use_backend
@@ -232,6 +233,16 @@ def test_a_capture_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(torch.float32, capturing=True)
     with pytest.raises(RuntimeError, match="row_stats"):
         launch(torch.bfloat16, capturing=True)
+
+    # The path of a row is asked for after the check: a device's first answer loads a kernel.
+    def refuse(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(cuda, "_check_capture", refuse)
+    monkeypatch.setattr(cuda._cuda, "choose_path", lambda _: pytest.fail("asked before the check"))
+    p = problem(random_rows(37, torch.float32), **OPTIONS["plain"])
+    with pytest.raises(InterruptedError):
+        cuda.row_loss_(p.logits, p.request, p.tokens, p.scalars)
 
 
 # --- machine code -----------------------------------------------------------------------------------------
