@@ -49,6 +49,8 @@ OLDEST_NVCC = (12, 4)
 CUDA_FLAGS = ["-O3", "-std=c++17", "-fmad=false"]
 CUDA_FLAGS += ["-Xcompiler", f"-fPIC,-fvisibility=hidden,-Wall,-Wextra,{RELATIVE}"]
 STRICT_CUDA_FLAGS = ["--Werror", "all-warnings", "-Xptxas", "--warn-on-spills,--warn-on-local-memory-usage"]
+# In CXX they may stand before the compiler; nvcc wants the compiler itself.
+LAUNCHERS = ("ccache", "sccache", "distcc")
 CUDA_KERNELS = ("cluster_loss", "sweep_loss", "slices", "tokens")
 GIB_PER_NVCC = 0.5
 
@@ -177,12 +179,13 @@ def cuda_ninja_file(compiler: list[str], target: Path) -> str:
         raise CompileError(f"{toolkit} has no libcudart_static.a; DAPO_KERNELS_CUDA=0 leaves the CUDA module out.")
     objects = [*(f"{name}.o" for name in CUDA_KERNELS), "launch.o", "bindings_cuda.o"]
     code = [generated_code(arch) for arch in archs]
+    host = next((word for word in compiler if Path(word).name not in LAUNCHERS), compiler[0])
     link_flags = ["-lrt", "-ldl", "-lpthread", "-Wl,--exclude-libs,ALL"]
     return "\n".join(
         [
             "ninja_required_version = 1.5",
             f"cxx = {_ninja(shlex.join([*compiler, *flags]))}",
-            f"nvcc = {_ninja(shlex.join([nvcc, '-ccbin', compiler[0], *CUDA_FLAGS, *strict, *code]))}",
+            f"nvcc = {_ninja(shlex.join([nvcc, '-ccbin', host, *CUDA_FLAGS, *strict, *code]))}",
             f"link = {_ninja(shlex.join([*compiler, '-shared']))}",
             f"libraries = {_ninja(shlex.join([str(runtime), *link_flags]))}",
             "rule cxx",
