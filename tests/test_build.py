@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import struct
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
@@ -49,20 +51,21 @@ def test_an_nvcc_that_fails_leaves_the_cpu_module(demanded: bool, tmp_path: Path
         "nvcc": f"""case "$1" in
             --version) echo release 12.8;;
             --dryrun) echo '#$ TOP={tmp_path}' >&2;;
-            *) echo unsupported GNU version >&2; exit 1;;
+            *) echo "unsupported GNU version: $*" >&2; exit 1;;
         esac""",
         "g++": 'until [ "$1" = -o ]; do shift; done; touch "$2" "$2.d"',
+        "ccache": 'exec "$@"',
     }
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libcudart_static.a").touch()
-    environment = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]), "CXX": "g++"}
+    environment = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]), "CXX": "ccache g++"}
     environment |= {"CUDA_HOME": str(tmp_path / "none"), "CUDA_PATH": "", "DAPO_KERNELS_CUDA_ARCHS": "90a"}
     result = build(tmp_path / "build", **environment, DAPO_KERNELS_CUDA="1" if demanded else "")
     assert (result.returncode == 0) != demanded, result.stderr
-    assert "unsupported GNU version" in result.stderr
+    assert "unsupported GNU version: -ccbin g++ " in result.stderr
     assert "DAPO_KERNELS_CUDA=0" in result.stderr.strip().splitlines()[-1]
     assert "Traceback" not in result.stderr
     (built,) = (tmp_path / "build").rglob("*.so")
@@ -76,14 +79,34 @@ def test_an_nvcc_that_fails_leaves_the_cpu_module(demanded: bool, tmp_path: Path
     assert "--version fails" in result.stderr
 
 
-@pytest.mark.parametrize("archs", ["hopper", "75", "90a;;80"])
-def test_architectures_that_cannot_be(archs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function alone: an nvcc is not everywhere."""
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The functions of setup.py, which builds nothing."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setenv("DAPO_KERNELS_CPP", "0")
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+@pytest.mark.parametrize("archs", ["hopper", "75", "90a;;80"])
+def test_architectures_that_cannot_be(archs: str, setup_py: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function alone: an nvcc is not everywhere."""
     monkeypatch.setenv("DAPO_KERNELS_CUDA_ARCHS", archs)
     with pytest.raises(SystemExit, match=archs):
-        runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["architectures"]((13, 0))
+        setup_py["architectures"]((13, 0))
+
+
+@pytest.mark.elsewhere
+def test_the_cluster_kernel_compiles_for_later_gpus(setup_py: dict[str, Any], tmp_path: Path) -> None:
+    """For 12.0, which the default build serves by PTX of 9.0: no spills, and the same exponentials as there."""
+    nvcc = setup_py["find_nvcc"]()
+    if nvcc is None or setup_py["nvcc_version"](nvcc) < (12, 8):
+        pytest.skip("no nvcc that knows compute capability 12.0")
+    how = [*setup_py["CUDA_FLAGS"], *setup_py["STRICT_CUDA_FLAGS"], "-arch=sm_120", "-keep", "-keep-dir", str(tmp_path)]
+    command = [nvcc, *how, "-c", str(ROOT / "csrc/cuda/cluster_loss.cu"), "-o", str(tmp_path / "cluster_loss.o")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    coefficient = struct.pack(">f", 0.9999992614).hex().upper()  # of polynomial_exp2 in csrc/cuda/element.h
+    assert coefficient not in (tmp_path / "cluster_loss.ptx").read_text()
 
 
 def test_the_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:

@@ -94,8 +94,16 @@ struct Hopper {
 
 #endif
 
+// The blocks that an SM has registers for. Its 100 KiB of shared memory on 12.x hold two slices: for four blocks ptxas
+// would spill registers, and win nothing.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <bool kFull> constexpr int kBlocks = 3;
+#else
+template <bool kFull> constexpr int kBlocks = kFull ? 3 : 4;
+#endif
+
 template <class T, bool kFull>
-__global__ void __launch_bounds__(kThreads, kFull ? 3 : 4) cluster_loss_kernel(const __grid_constant__ LossArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kFull>) cluster_loss_kernel(const __grid_constant__ LossArgs args) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) Word words[];
   __shared__ ClusterShared shared;

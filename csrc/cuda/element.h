@@ -80,13 +80,13 @@ DAPO_HOST_DEVICE float fast_exp2(float y) {
 #endif
 }
 
-// Of a vector's elements, the first few whose exponential in the gradient is a polynomial: 1 in 4 on Blackwell, where
-// memory has grown and the units for ex2 have not. With 2 bytes a logit, and 148 SMs at 1.85 GHz that get 29 bytes a
-// cycle each of 8 TB/s, memory takes 0.137 cycles a logit (one read, one write), and 2.03 ex2 at 16 a cycle 0.127: too
+// Of a vector's elements, the first few whose exponential in the gradient is a polynomial: 1 in 4 on 10.x, where memory
+// has grown and the units for ex2 have not. With 2 bytes a logit, and 148 SMs at 1.85 GHz that get 29 bytes a cycle
+// each of 8 TB/s, memory takes 0.137 cycles a logit (one read, one write), and 2.03 ex2 at 16 a cycle 0.127: too
 // near to overlap. Other instructions are about 11 a logit, 0.086 at 128 a cycle; a polynomial is 10. A share of f takes
 // (2.03 - f) / 16 and (11 + 10 f) / 128: 0.119 and 0.096 at 1/8, 0.111 and 0.105 at 1/4, 0.104 and 0.115 at 3/8. Logits
-// of 4 bytes leave twice the time, and earlier GPUs have less memory bandwidth for the same ex2: none.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+// of 4 bytes leave twice the time, and other GPUs have less memory bandwidth for the same ex2: none.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 != 10
 template <class T> constexpr int kPolynomials = 0;
 #else
 template <class T> constexpr int kPolynomials = sizeof(T) == 2 ? 2 : 0;
