@@ -125,7 +125,7 @@ gpu:
 gpu-rehearsal: install
 	BENCHMARK_REHEARSAL=1 TRITON_INTERPRET=1 BUDGET_S=1800 RESULTS=$$(mktemp -d) PYTHON='$(CURDIR)/$(BIN)/python' benchmarks/gpu.sh
 
-# What a GPU machine without a network needs, in parts of at most 50 MiB. ALL=1: also what takes several parts.
+# What a GPU machine without a network needs, in parts that fit into its calls. ALL=1: also what takes several parts.
 gpu-bundle: install
 	$(BIN)/python .ci/gpu_bundle.py $(if $(ALL),--all)
 

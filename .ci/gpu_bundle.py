@@ -1,11 +1,12 @@
-"""Collect what a GPU machine without a network needs, in parts of at most 50 MiB: ``make gpu-bundle``.
+"""Collect what a GPU machine without a network needs, in parts that fit into its calls: ``make gpu-bundle``.
 
     python .ci/gpu_bundle.py [--all] [build/gpu-bundle]
 
-Part 1 has what most machines with torch lack: packages of the build and of the runner, and the peers. ``--all`` adds
-the compiler of quack's kernels and Liger's scaled cross-entropy, in further parts. A file that is larger than a part is
-cut; ``gpu.sh`` joins the pieces. Every part names the commit, because a copied tree has no .git. vLLM and the weights
-of a model are too large: gpu-5-run.txt names what stage 5 took instead.
+Part 1 goes with every call, because a call may meet a new machine. It has what most machines with torch lack: packages
+of the build and of the runner, and the peers. ``--all`` adds the compiler of quack's kernels and Liger's scaled
+cross-entropy. It is cut into parts 2, 3, …, which ``gpu.sh`` joins; each fits into a call beside the checkout and part
+1. Every part names the commit, because a copied tree has no .git. vLLM and the weights of a model are too large:
+gpu-5-run.txt names what stage 5 took instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine  # noqa: E402
 
-PART_BYTES = 50 * 2**20  # a call takes 64 MiB, and the checkout is one of 10
+CALL_BYTES = 64 * 2**20  # of checkout and parts
+SPARE_BYTES = 4 * 2**20  # the results of earlier calls travel too
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34)] + ["manylinux2014_x86_64"]
 TARGET = ["--only-binary=:all:", "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS)]
@@ -42,21 +44,32 @@ def download(name: str, python: str, to: Path) -> str | None:
     return (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
 
 
-def split(files: list[Path], folder: Path, limit: int = PART_BYTES) -> list[int]:
-    """Copy files into folders 1, 2, … of at most ``limit`` bytes each, cut where they are larger. Return the sizes."""
-    pieces = [(path, start) for path in files for start in range(0, path.stat().st_size, limit)]
-    sizes: list[int] = []
-    for path, start in sorted(pieces, key=lambda piece: piece[0].stat().st_size > limit):  # small files come first
-        size = path.stat().st_size
-        data = path.read_bytes()[start : start + limit]
-        number = next((n for n, taken in enumerate(sizes) if taken + len(data) <= limit), len(sizes))
-        sizes += [0] * (number == len(sizes))
-        sizes[number] += len(data)
-        part = folder / str(number + 1)
-        part.mkdir(parents=True, exist_ok=True)
-        suffix = f".{start // limit + 1}of{-(-size // limit)}" if size > limit else ""
-        (part / f"{path.name}{suffix}").write_bytes(data)
-    return sizes
+def room(checkout: Path = ROOT) -> int:
+    """Return the bytes that a call has room for beside the checkout."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.split("\0")
+    files = [checkout / name for name in names if (checkout / name).is_file()]
+    return CALL_BYTES - SPARE_BYTES - sum(path.stat().st_size for path in files)
+
+
+def split(files: list[Path], folder: Path, limit: int) -> list[int]:
+    """Copy files into folder 1, and those of more than half of ``limit`` bytes, cut, into folders 2, 3, … Each of them
+    has at most ``limit`` bytes together with folder 1. Return the sizes.
+    """
+    large = [path for path in files if path.stat().st_size > limit / 2]
+    parts = [[(path.name, path.read_bytes()) for path in files if path not in large]]
+    left = limit - sum(len(data) for _, data in parts[0])
+    if left <= 0:
+        sys.exit(f"gpu_bundle: part 1 is {-left / 2**20:.1f} MiB too large for a call")
+    for path in large:
+        data = path.read_bytes()
+        pieces = [data[start : start + left] for start in range(0, len(data), left)]
+        parts += [[(f"{path.name}.{n}of{len(pieces)}", piece)] for n, piece in enumerate(pieces, 1)]
+    for number, part in enumerate(parts, 1):
+        (folder / str(number)).mkdir(parents=True)
+        for name, data in part:
+            (folder / str(number) / name).write_bytes(data)
+    return [sum(len(data) for _, data in part) for part in parts]
 
 
 def bundle(folder: Path, everything: bool = False, python: str = PYTHON) -> str:
@@ -68,7 +81,7 @@ def bundle(folder: Path, everything: bool = False, python: str = PYTHON) -> str:
         for name in (*WHOLE, *ALONE, *(peer for peer in peers if everything or peer not in LARGE)):
             if (why := download(name, python, Path(fresh))) is not None:
                 lines.append(f"skipped {name}: {why}")
-        sizes = split(sorted(Path(fresh).iterdir()), folder)
+        sizes = split(sorted(Path(fresh).iterdir()), folder, room())
     for number, size in enumerate(sizes, 1):
         part = folder / str(number)
         made_from = {"commit": machine.git_commit(), "sources": machine.sources()}

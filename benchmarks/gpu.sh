@@ -3,9 +3,8 @@
 # and go on with the stages of benchmarks/gpu.py where the last call stopped. The installed environment is not changed.
 # What cannot be installed or built is named in gpu-0-setup.txt; the stages go on with the rest.
 #
-# A machine without a network takes the parts of `make gpu-bundle ALL=1` one a call, each with stages that do not need
-# the later ones (docs/cuda.md). quack's rows and Liger's scaled cross-entropy need all parts:
-#   part 1: STAGE=4,7,1   part 2: STAGE=5,6     part 3: STAGE=2,3
+# A machine without a network gets part 1 of `make gpu-bundle ALL=1` with every call, and one of the others beside it, as
+# docs/cuda.md shows. quack's rows and Liger's scaled cross-entropy (STAGE=2,3) need all parts.
 #
 #   PYTHON     the interpreter whose torch sees the GPU (default: python3)
 #   STAGE      run these stages only, in this order: 2,3 (default: all that are not finished)
@@ -21,6 +20,10 @@ BUDGET_S=${BUDGET_S:-540}
 RESULTS=${RESULTS:-benchmarks/results}
 REHEARSAL=${BENCHMARK_REHEARSAL:-0}
 [ -n "${WHEELS:-}" ] || [ ! -d build/gpu-bundle ] || [ "$REHEARSAL" = 1 ] || WHEELS=build/gpu-bundle
+if [ "${WHEELS:-}" = build/gpu-bundle ] && [ ! -d build/gpu-bundle/1 ]; then
+    echo "make gpu: build/gpu-bundle lacks part 1: send it with every call" >&2
+    exit 1
+fi
 VENV=$PWD/.venv-gpu
 [ "$REHEARSAL" = 0 ] || VENV=$(mktemp -d)/venv
 
@@ -52,6 +55,8 @@ for path in sys.path:
     echo "$PYTHON" >"$VENV/made-by"
 fi
 PATH="$VENV/bin:$("$PYTHON" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH"
+# Where setup.py looks for nvcc: compute-sanitizer lies beside it.
+PATH="$PATH${CUDA_HOME:+:$CUDA_HOME/bin}${CUDA_PATH:+:$CUDA_PATH/bin}:/usr/local/cuda/bin"
 export PATH PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 missing() { # of the packages named, as NAME or NAME>=MAJOR, those that are absent or older
@@ -74,11 +79,10 @@ pip_install --help >/dev/null 2>&1 ||
 install() { pip_install "$@" >>"$LOG" 2>&1 || { echo "could not install $*" | tee -a "$LOG" && return 1; }; }
 if [ -n "${WHEELS:-}" ]; then
     joined=$(mktemp -d)
-    for first in $(find "$WHEELS" -name '*.whl.1of*'); do # pieces of a wheel that is larger than a part
-        name=$(basename "$first") && name=${name%.1of*} && count=${first##*of}
+    while read -r name count; do # of the pieces of a wheel that is larger than a part
         mapfile -t pieces < <(find "$WHEELS" -name "$name.*of$count" | awk -F/ '{print $NF, $0}' | sort -V | cut -d' ' -f2)
         if [ ${#pieces[@]} = "$count" ]; then cat "${pieces[@]}" >"$joined/$name"; else echo "lacks parts of $name" | tee -a "$LOG"; fi
-    done
+    done < <(find "$WHEELS" -name '*.whl.*of*' | sed -E 's|.*/(.*)\.[0-9]+of([0-9]+)$|\1 \2|' | sort -u)
     new=()
     for wheel in $(find "$WHEELS" "$joined" -name '*.whl'); do
         [ -e "$VENV/$(basename "$wheel").here" ] || new+=("$wheel")

@@ -149,6 +149,19 @@ def test_the_bundle_has_what_the_build_and_the_tests_need() -> None:
     assert "cloudpickle" in (ROOT / "benchmarks" / "gpu-peers.txt").read_text().split()  # verl's tensordict imports it
 
 
+def test_a_call_has_less_room_beside_a_larger_checkout(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    empty = BUNDLE["room"](tmp_path)
+    for name, size in ((".gitignore", 8), ("ignored", 1000), ("travels", 1000)):
+        (tmp_path / name).write_text("ignored\n" * (size // 8))
+    assert empty - BUNDLE["room"](tmp_path) == 1008
+    assert empty == 60 * 2**20
+    (tmp_path / "a.whl").write_bytes(bytes(9))
+    (tmp_path / "b.whl").write_bytes(bytes(9))
+    with pytest.raises(SystemExit, match="part 1"):
+        BUNDLE["split"]([tmp_path / "a.whl", tmp_path / "b.whl"], tmp_path / "parts", limit=18)
+
+
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
     parse(recipe("a model", str(tmp_path), 64, 4, max_response_tokens=512, engine="vllm"), Config)
 
@@ -161,7 +174,7 @@ def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "benchmarks" / "gpu.py").write_text("print('the stages')")
+    (tmp_path / "benchmarks" / "gpu.py").write_text("import shutil; print('the stages', shutil.which('tool'))")
     device = "class cuda:\n    is_available = lambda: True\n    get_device_capability = lambda: (9, 0)\n"
     (tmp_path / "torch.py").write_text(device)
     stubs = {
@@ -172,12 +185,22 @@ def test_a_build_without_a_fit_nvcc_leaves_the_cuda_module_out(tmp_path: Path) -
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
+    tool = tmp_path / "toolkit" / "bin" / "tool"  # found without a PATH that names its folder
+    tool.parent.mkdir(parents=True)
+    tool.touch(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    environment = {"PATH": path, "CXX": "g++", "CUDA_HOME": "", "CUDA_PATH": "", "DAPO_KERNELS_CUDA_ARCHS": ""}
+    environment = {"PATH": path, "CXX": "g++", "CUDA_HOME": "", "DAPO_KERNELS_CUDA_ARCHS": ""}
+    environment["CUDA_PATH"] = str(tmp_path / "toolkit")
     environment["PYTHON"] = str(tmp_path / "python")
-    done = call_script(tmp_path / "benchmarks" / "gpu.sh", RESULTS=str(tmp_path), **environment)
+    script = tmp_path / "benchmarks" / "gpu.sh"
+    (tmp_path / "build" / "gpu-bundle" / "2").mkdir(parents=True)  # sent without part 1
+    done = call_script(script, RESULTS=str(tmp_path), **environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "lacks part 1" in done.stderr
+    shutil.rmtree(tmp_path / "build")
+    done = call_script(script, RESULTS=str(tmp_path), **environment)
     log = (tmp_path / "gpu-0-setup.txt").read_text()
-    assert done.stdout.endswith("the stages\n"), done.stderr + log
+    assert done.stdout.endswith(f"the stages {tool}\n"), done.stderr + log
     assert "nvcc" in log
     assert "no pip from version 22.3 on" in log
     assert "no pip" in done.stdout
@@ -198,17 +221,17 @@ def test_an_install_that_fails_leaves_a_log_and_the_stages_go_on(tmp_path: Path)
         wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
-    sizes = BUNDLE["split"]([tmp_path / name], wheels, limit=50)
-    assert max(sizes) <= 50
-    assert len(sizes) > 10  # so that their names do not sort as numbers do
-    (wheels / "1" / "lost-1.0-py3-none-any.whl.1of2").write_bytes(b"half")
-    (wheels / "1" / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    (tmp_path / "small-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    small, *pieces = BUNDLE["split"]([tmp_path / name, tmp_path / "small-1.0-py3-none-any.whl"], wheels, limit=50)
+    assert max(pieces) <= 50 - small == 42
+    assert len(pieces) > 10  # so that their names do not sort as numbers do
+    (wheels / "1" / "lost-1.0-py3-none-any.whl.2of2").write_bytes(b"half")
     too_little = {"BENCHMARK_REHEARSAL": "1", "BUDGET_S": "1"}  # for any stage
     done = call_script(**too_little, RESULTS=str(results), OUT=str(tmp_path), WHEELS=str(wheels))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("not started") == len(gpu.STAGES)
     log = (results / "gpu-0-setup.txt").read_text()
-    assert "lost" in log
-    assert "broken" in log
+    assert "lacks parts of lost" in log
+    assert "small" in log
     assert name not in log
     assert (tmp_path / "gpu-results.tar.gz").exists()
