@@ -113,7 +113,7 @@ def test_thread_count_changes_no_bit(restore_threads: None, n_tokens: int, vocab
             torch.set_num_threads(threads)
             with use_backend("cpp"):
                 (out, grad), (over, grad_over) = run(case), run(case, inplace_backward=True)
-            # In float16 the gradient in place is scaled: entries below 2⁻¹⁴ are rounded once more, to multiples of 2⁻²⁴.
+            # In float16 the gradient in place is scaled: entries below 2⁻¹⁴ are rounded once more, by up to 2⁻²⁴.
             torch.testing.assert_close(grad_over, grad, rtol=0, atol=2**-24 if dtype == torch.float16 else 0)
             results.append((out.loss, out.logprobs, out.entropy, grad, grad_over, over.loss, over.logprobs))
         for other in results[1:]:
