@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shlex
 import signal
 import sys
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         options.simulate = False
         module = importlib.import_module(f"dapo_runner.commands.{command}")
         return int(module.run(options, [*overrides, f"parallel.gpus={gpus}"]))
+    if options.max_restarts:  # in the launcher's store a rank may find addresses of the attempt before
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun(arguments)
     except SignalException:

@@ -19,6 +19,8 @@ host=${hosts%%$'\n'*}
 # --signal sends SIGTERM that long before the limit; torchrun passes it on, and kills what is left after the shutdown
 # timeout. run.grace is how long a rank may count on: a step that would take longer is given up.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=840
+# In the launcher's store, ranks that are restarted may find addresses of the attempt before. So rank 0 makes a new one.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 \

@@ -46,6 +46,19 @@ def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, dapo: 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_attempts_share_no_store(restarts: int, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")  # so that it is restored
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    found = []
+    monkeypatch.setattr(
+        "dapo_runner.commands.launch.torchrun",
+        lambda _: found.append(os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")),
+    )
+    dapo("launch", write_recipe(tmp_path), "--gpus", 2, "--max-restarts", restarts)
+    assert found == ["1" if restarts else None]
+
+
 def test_a_plan_is_that_of_all_ranks(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for device, lines in (("auto", 1), ("cpu", 0)):
