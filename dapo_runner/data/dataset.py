@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from jinja2 import TemplateError
+
 from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig, SftDataConfig
 from dapo_runner.data.arithmetic import split_problems
 from dapo_runner.data.curriculum import Curriculum
@@ -25,7 +27,7 @@ RECIPE_TEMPLATE = (
     'Remember to put your answer on its own line after "Answer:".'
 )
 DUPLICATES, CONFLICTING, IN_HELDOUT = "repeated", "with conflicting answers", "with a held-out prompt"
-FAILED = "that reasoning-gym failed to generate"
+FAILED, EMPTY, LONG = "that reasoning-gym failed to generate", "without tokens", "longer than rollout.max_prompt_tokens"
 
 
 class DataReport(Counter[str]):
@@ -54,17 +56,20 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
         template, limit = data.prompt_template, config.rollout.max_prompt_tokens
         turns = [(*each.context, ("user", apply_template(template, each.question))) for each in problems]
-        rendered = zip(problems, turns, tokenize(turns, tokenizer, data, **arguments), strict=True)
+        rendered = tokenize(turns, tokenizer, data, **arguments)
+        n_empty = sum(not ids for _, ids in rendered) if tokenizer is not None else 0
         prompts = [
             Prompt(each.key[:16], tuple(ids), text, each.answer, each.source, eval_set, messages, each.row)
-            for each, messages, (text, ids) in rendered
-            if len(ids) <= limit
+            for each, messages, (text, ids) in zip(problems, turns, rendered, strict=True)
+            if len(ids) <= limit and (ids or tokenizer is None)
         ]
-        report["longer than rollout.max_prompt_tokens"] += len(problems) - len(prompts)
+        report.update({LONG: len(problems) - len(prompts) - n_empty, EMPTY: n_empty})
         return prompts
 
     prompts = build(train)
     heldout = [prompt for name, problems in sets.items() for prompt in build(problems, name)]
+    if empty := data.eval.keys() - {prompt.eval_set for prompt in heldout}:
+        raise ConfigError(f"data.eval.{min(empty)}: expected prompts of up to rollout.max_prompt_tokens, got none")
 
     def identity(prompt: Prompt) -> str:  # different rows can render to the same prompt, or be different games
         return prompt.id if is_game else " ".join(prompt.text.split())
@@ -88,13 +93,9 @@ def load_problems(data: DataConfig, report: DataReport, is_game: bool) -> Proble
 
 
 def _generate_arithmetic(data: DataConfig, report: DataReport) -> Problems:
-    train, heldout = (
-        [
-            Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits, "question": p.question})
-            for p in part
-        ]
-        for part in split_problems(data.arithmetic, data.eval_size)
-    )
+    made = split_problems(data.arithmetic, data.eval_size)
+    rows = ([(p, {"difficulty": p.digits, "question": p.question}) for p in part] for part in made)
+    train, heldout = ([Problem(p.question, p.answer, "arithmetic", row=row) for p, row in part] for part in rows)
     report["rows"] = len(train) + len(heldout)
     return train, {"": heldout}
 
@@ -168,7 +169,10 @@ def tokenize(
     if data.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
     chat = has_template and data.chat_template != "never"
-    texts = [render(turns, tokenizer, chat, **kwargs) for turns in conversations]
+    try:
+        texts = [render(turns, tokenizer, chat, **kwargs) for turns in conversations]
+    except TemplateError as error:
+        raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
     token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []
     return list(zip(texts, token_ids, strict=True))

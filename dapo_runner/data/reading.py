@@ -96,12 +96,12 @@ def missing_data(path: Path) -> str | None:
 def read_rows(path: Path, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file or of a Hugging Face data set. Raises ConfigError."""
     if (problem := missing_data(path)) is not None:
-        raise ConfigError(f"data.path: {problem}")
+        raise ConfigError(f"{path}: {problem}")
     try:
         yield from _READERS[path.suffix](path) if path.suffix in _READERS else _load_dataset(path, subset, split)
     except ConfigError:
         raise
-    except (ValueError, OSError) as error:  # not UTF-8, no Parquet, no permission
+    except (ValueError, OSError, RecursionError) as error:  # not UTF-8, no Parquet, no permission
         text = " in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise ConfigError(f"{path}: expected a readable {path.suffix} file{text}, got an error: {error}") from error
 
@@ -190,6 +190,7 @@ def _make_problem(
     *context, (role, question) = as_messages(prompt, system)
     if role != "user":
         raise ValueError("the last message must be the user's")
+    "".join([*(text for _, text in context), question, choices, answer]).encode()  # refuses half of a surrogate pair
     return Problem(question.strip() + choices, answer, str(source or ""), tuple(context), row)
 
 

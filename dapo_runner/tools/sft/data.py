@@ -91,6 +91,7 @@ def _pair(row: Mapping[str, Any], data: SftDataConfig, questioner: Questioner) -
         (role, target) = turns.pop()
         if role != "assistant" or not turns:
             raise ValueError(f"the last message must be the assistant's and follow others, got one of {role}")
+    "".join([*(text for _, text in turns), target]).encode()  # refuses half of a surrogate pair
     return Pair(tuple(turns), target)
 
 
@@ -102,23 +103,19 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
         return SftColumnsConfig()
     if row.keys() >= VERDICT_COLUMNS:
         return None
-    raise ValueError(
-        "the columns prompt and completion, messages, or those of verdicts.jsonl; data.columns names others"
-    )
+    raise ValueError("no columns prompt and completion, messages or of verdicts.jsonl; data.columns names others")
 
 
-def _tokenize(
-    pairs: list[Pair], prompts: list[Prompt], examples: Examples, tokenizer: Any, data: SftDataConfig
-) -> None:
+def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokenizer: Any, data: SftDataConfig) -> None:
     rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **data.chat_template_kwargs)
     targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"] if pairs else []
     for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
         length = len(before) + len(after) + 1
         if length > data.max_tokens:
-            examples.report["longer than data.max_tokens"] += 1
+            found.report["longer than data.max_tokens"] += 1
             continue
         name = hashlib.sha256(f"{text}\0{pair.completion}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
         mask = torch.arange(length) >= len(before)
         token_ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
-        examples.sequences[name] = TrainingSequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
+        found.sequences[name] = TrainingSequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
         prompts.append(Prompt(name, tuple(before), text, pair.completion))

@@ -13,6 +13,7 @@ import pytest
 from builders import CharTokenizer, make_config, make_prompt, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from refusals import refused
 
 from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError, EnvironmentConfig
@@ -138,6 +139,8 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"text": 1}, "{'text'"),
     ({"question": "a", "answer": "12"}, "####"),
     (dapo_row("a", ""), "ground_truth"),
+    (dapo_row("a", "1", "system: \ud800"), "surrogates"),
+    ({"q": "?", "a": "\ud800"}, "surrogates"),
 ]
 
 
@@ -179,8 +182,9 @@ def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str, mark: st
         ("d.csv", b"q,a\ncaf\xe9,2\n", "d.csv"),
         ("d.parquet", "PAR1", "d.parquet"),
         ("d.jsonl", "", "data.path"),
-        ("missing.jsonl", None, "data.path"),
-        ("d.txt", "q", "data.path"),
+        ("d.jsonl", "[" * 99999, "d.jsonl"),
+        ("missing.jsonl", None, "missing.jsonl"),
+        ("d.txt", "q", "d.txt"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: Any, place: str) -> None:
@@ -300,6 +304,9 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     assert (report["rows"], report[IN_HELDOUT], report[DUPLICATES]) == (16, 5, 1)
     with refused("data.path", parts=["data.eval", f"5 {IN_HELDOUT}"]):
         load(one, most=1000, eval={"same": {"path": one}})
+    for rows in ([], [gsm8k_row("?" * 1001, "1")]):
+        with refused("data.eval.few"):
+            load(one, most=1000, eval={"few": {"path": write_rows(tmp_path / "few.jsonl", rows)}})
     with refused("data.eval.own.path"):
         check_needs(config_of(tmp_path / "t.jsonl", eval={"own": {"path": "nowhere.jsonl"}}))
 
@@ -326,11 +333,31 @@ def test_templates(tmp_path: Path) -> None:
     assert prompt(CharTokenizer("yes"), chat_template="never").text == "Be brief.\n\nWhy?"
     with refused("data.chat_template"):
         prompt(CharTokenizer(), chat_template="always")
+    with refused("data.chat_template", parts=["no system"]):
+        prompt(StrictTokenizer("yes"))
     wrapped = apply_template("dapo", r"Find \frac{a}{b}.")
     assert wrapped.startswith(RECIPE_OPENING)
     assert r"Find \frac{a}{b}." in wrapped
     assert apply_template("dapo", wrapped) == wrapped
     assert apply_template("{question}={x}", "1+1") == "1+1={x}"
+
+
+class StrictTokenizer(CharTokenizer):
+    """Its template refuses, and an empty text has no tokens."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
+        raise TemplateError("no system")
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        return super().__call__(text, add_special_tokens=False)
+
+
+def test_a_prompt_without_tokens_is_left_out(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "d.jsonl", [dapo_row("", "1"), dapo_row("a", "2")], template="plain")
+    dataset = load_data(config, StrictTokenizer())
+    assert [prompt.text for prompt in dataset.train] == ["a"]
+    assert dataset.report["without tokens"] == 1
+    assert len(load_data(config, None).train) == 2  # unknown without a tokenizer
 
 
 # The order of prompts
