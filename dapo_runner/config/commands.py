@@ -8,16 +8,16 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from dapo_runner.config.data import DataConfig, EvalSetConfig, ProblemsConfig, PromptsConfig
+from dapo_runner.config.data import DataConfig, ProblemsConfig, PromptsConfig
 from dapo_runner.config.reward import AuxiliaryModel, JudgePrompt
-from dapo_runner.config.run import JobConfig, RunConfig, TrainingConfig
-from dapo_runner.config.section import Check, Folder, MayChange, Name, NonNegativeInt, Plain, PositiveInt, Section
+from dapo_runner.config.run import JobConfig, RunConfig, RunName, TrainingConfig
+from dapo_runner.config.section import Check, LocalPath, MayChange, Name, NonNegativeInt, Plain, PositiveInt, Section
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig, OptimizerConfig
 
 
 class SftRunConfig(JobConfig):
-    name: MayChange[str] = "sft"
+    name: MayChange[RunName] = "sft"
     epochs: MayChange[PositiveFloat] = 1.0  # passes over the training examples
     eval_every: MayChange[NonNegativeInt] = 50
     save_every: MayChange[NonNegativeInt] = 200
@@ -32,12 +32,12 @@ class SftColumnsConfig(Section):
 
 
 class SftDataConfig(PromptsConfig):
-    path: Path  # as data.path in dapo train
+    path: LocalPath  # as data.path in dapo train
     columns: SftColumnsConfig | None = None  # null: prompt and completion, or messages, or the columns of verdicts
     judge: JudgePrompt = JudgePrompt()  # the prompt for verdicts, as in reward.judge
     chat_template_kwargs: dict[str, Plain] = {}  # for the chat template, e.g. {enable_thinking: false}
     max_tokens: PositiveInt = 4096  # of prompt and completion together; longer examples are left out and counted
-    eval_path: Path | None = None  # held-out rows
+    eval_path: LocalPath | None = None  # held-out rows
     eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows held out from the training set
 
 
@@ -61,11 +61,10 @@ class SftConfig(TrainingConfig):
 
     def training(self, updates: int = 1) -> Config:
         """Return the same training for `dapo train`: cross-entropy is the policy gradient with an advantage of 1."""
-        heldout = {} if self.data.eval_path is None else {"heldout": EvalSetConfig(path=self.data.eval_path)}
         return Config(
             run=RunConfig(**self.run.model_dump(exclude={"epochs"}), steps=updates),
             model=self.model,
-            data=DataConfig(path=self.data.path, eval=heldout),
+            data=DataConfig(path=self.data.path),
             loss=LossConfig(objective="reinforce"),
             optimizer=OptimizerConfig(**self.optimizer.model_dump()),
             parallel=self.parallel,
@@ -96,7 +95,7 @@ class StudyConfig(Section):
     title: str = "Study"  # of its page
     about: str = ""  # a paragraph under the title
     base: str  # a YAML file, beside the study's own, or the name of a recipe
-    output_dir: Folder = Path("studies")  # the study lives in output_dir/name
+    output_dir: LocalPath = Path("studies")  # the study lives in output_dir/name
     runs: Name | None = None  # another study whose runs to use instead of training again
     seeds: list[NonNegativeInt] = Field(min_length=1)  # one run per variant and seed
     overrides: dict[str, Plain] = {}  # applied to the base, for every variant

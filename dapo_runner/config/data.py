@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from dapo_runner.config.section import Check, Int, Name, NonNegativeInt, Plain, PositiveInt, Section
+from dapo_runner.config.section import Check, Int, LocalPath, Name, NonNegativeInt, Plain, PositiveInt, Section
 
 GYM_TEMPLATE = "{question}\n\nGive your final answer between <answer> and </answer>."  # reasoning-gym reads these tags
 
@@ -66,7 +65,7 @@ class ProblemsConfig(SourceConfig):
 
 
 class EvalSetConfig(ProblemsConfig):
-    path: Path  # as data.path
+    path: LocalPath  # as data.path
     split: str = "test"
 
 
@@ -85,7 +84,7 @@ class DataConfig(PromptsConfig, ProblemsConfig):
         "format=auto": "reasoning_gym",
     }
 
-    path: Path | None = None  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face data set: folder or hub name
+    path: LocalPath | None = None  # a .jsonl, .json, .csv or .parquet file, or a Hugging Face set: folder or hub name
     # auto: detected from the columns; arithmetic: generated problems
     format: Literal["auto", "dapo", "gsm8k", "arithmetic"] = "auto"  # type: ignore[assignment]
     # dapo, plain, or a text with {question}. null: <answer> tags with reasoning_gym, plain with columns, else dapo

@@ -82,7 +82,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}  # a safe loader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected valid YAML, got an error: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected sections such as 'model:' at the top, got a {type(raw).__name__}")
@@ -125,7 +125,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
             raise ConfigError(f"{item}: expected key=value, e.g. optimizer.lr=1e-5")
         try:
             value = yaml.load(text, _Loader)  # a safe loader
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{key}: expected a YAML value, got {text!r}: {error}") from error
         set_key(merged, key, value)
     return merged

@@ -60,7 +60,7 @@ ENGINES = {
         has_sliding_windows=True,
         names_every_support=True,
         returns_experts=True,
-        temperatures=(0.0, math.inf),
+        temperatures=(1e-6, math.inf),
     ),
     "vllm": EngineSpec("dapo_runner.engines.vllm:VLLMEngine", reserves_memory=True, returns_experts=True),
     "server": EngineSpec("dapo_runner.engines.server:ServerEngine", is_remote=True),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import ConfigDict, Field, PositiveFloat
 
-from dapo_runner.config.section import Check, Folder, MayChange, NonNegativeInt, PositiveInt, Section
+from dapo_runner.config.section import Check, Int, LocalPath, MayChange, NonNegativeInt, PositiveInt, Section
 from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
+
+RunName = Annotated[str, Field(pattern="[^./][^/]*$")]  # neither empty nor ..
 
 
 class EarlyStopConfig(Section):
@@ -32,8 +34,8 @@ def is_cuda(device: str) -> bool:
 class JobConfig(Section):
     """The settings that `dapo train` and `dapo sft` share."""
 
-    name: MayChange[str] = "dapo"  # name of the run's folder
-    output_dir: MayChange[Folder] = Path("runs")  # the run lives in output_dir/name
+    name: MayChange[RunName] = "dapo"  # name of the run's folder
+    output_dir: MayChange[LocalPath] = Path("runs")  # the run lives in output_dir/name
     seed: NonNegativeInt = 0  # seed of all random numbers
     eval_every: MayChange[NonNegativeInt] = 5  # steps; 0: only before the first and after the last step
     save_every: MayChange[NonNegativeInt] = 5  # steps; 0: only after the last step
@@ -41,7 +43,7 @@ class JobConfig(Section):
     device: MayChange[str] = "auto"  # auto: cuda if available, else cpu
     # seconds from SIGTERM to the kill: a step that would take longer is abandoned. Exceptions: docs/cluster.md
     grace: MayChange[PositiveFloat] = 20.0
-    threads: MayChange[PositiveInt | None] = None  # CPU threads; null: PyTorch's default
+    threads: MayChange[Annotated[Int, Field(gt=0, le=1024)] | None] = None  # CPU threads; null: PyTorch's default
 
 
 class RunConfig(JobConfig):

@@ -43,12 +43,12 @@ def read_plain(value: Any) -> Any:
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 Plain = Annotated[Any, BeforeValidator(read_plain)]  # for a setting of any type
 Int = Annotated[int, BeforeValidator(_read_number)]
-PositiveInt = Annotated[Int, Field(gt=0)]
-NonNegativeInt = Annotated[Int, Field(ge=0)]
+PositiveInt = Annotated[Int, Field(gt=0, lt=2**63)]
+NonNegativeInt = Annotated[Int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Folder = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
-Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # it is used in metric and file names
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+Name = Annotated[str, Field(pattern=r"^\.*[\w-][\w.-]*$")]  # it is used in metric and file names
 MAY_CHANGE = "may change when a run resumes"
 MayChange = Annotated[T, MAY_CHANGE]  # for a setting or a whole section
 Check = tuple[str, bool, str]  # a key of the section, whether its value is valid, what is expected

@@ -16,6 +16,7 @@ from dapo_runner.run.early_stop import last_step
 from dapo_runner.run.folder import changes_between, check_same_run, is_among, settings_of
 
 OF_START = ("model.path", "model.tiny")
+OF_STUDY = ("run.seed", "run.name", "run.output_dir", "run.threads")  # from its seeds, names, output_dir and threads
 MAKE_START = (*OF_START, "run.seed", "data", "rollout", "reward")  # settings that affect the warm-up
 LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging")  # may change
 
@@ -58,15 +59,16 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
 
     Raises ConfigError that names the variant.
     """
+    given = (study.overrides, *(variant.overrides for variant in study.variants))
+    if taken := [key for overrides in given for key in flatten(overrides) if key in OF_STUDY]:
+        raise ConfigError(f"overrides: expected no {taken[0]}. Set the study's own seeds, name, output_dir or threads.")
     raw, runs = lay_settings(read_recipe(base), study.overrides), []
     for seed in study.seeds:
         for variant in study.variants:
             overrides = overrides_of(study, variant)
             if study.start != "each":
-                if misplaced := [key for key in flatten(overrides) if is_among(key, OF_START)]:
-                    raise ConfigError(
-                        f"{variant.name}: {misplaced[0]}: must be in the study's overrides with start={study.start}"
-                    )
+                if key := next((key for key in flatten(overrides) if is_among(key, OF_START)), ""):
+                    raise ConfigError(f"{variant.name}: {key}: must be in the study's overrides with start=per_seed")
                 start = str(_start_of(study, seed))
                 overrides = lay_settings(overrides, {"model": {"tiny": None, "path": start}})
             folder = str(study.folder_of_runs / "runs" / variant.name)

@@ -94,6 +94,7 @@ def test_overrides_are_yaml_and_leave_their_input_alone() -> None:
         ("loss.overrides.clip_high=.inf", math.inf),
         ("loss.overrides.clip_cov=[2e-4,1,5]", (2e-4, 1, 5)),
         ("run.output_dir=~/runs", Path.home() / "runs"),
+        ("data.path=~/sums.jsonl data.format=auto", Path.home() / "sums.jsonl"),
     ],
 )
 def test_a_value_is_what_its_setting_takes_it_for(tmp_path: Path, override: str, expected: object) -> None:
@@ -330,10 +331,17 @@ REFUSED = [
     ("=3", "=3", "key=value"),
     ("--optimizer.lr", "--optimizer.lr", "key=value"),
     ("run.name=[1", "run.name"),
+    ("run.name=!!int x", "run.name"),
+    (f"run.name={'[' * 9999}", "run.name"),
+    ("run.name=..", "run.name", "'..'"),
+    ("run.name=a/.", "run.name"),
+    ("run.threads=5000", "run.threads", "1024"),
+    ("run.seed=99999999999999999999", "run.seed"),
+    ("rollout.temperature=1e-300", "rollout.temperature", "1e-06"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[0])
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[0][:80])
 def test_a_mistake_names_its_setting(tmp_path: Path, row: tuple[str, ...]) -> None:
     overrides, key, *parts = row
     with refused(key, parts=parts):

@@ -90,6 +90,12 @@ def test_what_a_row_is(model_folder: Path, tmp_path: Path, row: Any, data: Any, 
     assert (len(examples.train), examples.report["without a verdict"]) == ((1, 1) if row is VERDICT else (2, 0))
 
 
+def test_half_of_a_surrogate_pair_is_refused_with_its_row(model_folder: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "completion": "\ud800"}])
+    with refused("data.columns", parts=["row 1", "surrogates"]):
+        load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), make_tokenizer())
+
+
 def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> None:
     rows = [*SUMS[:20], SUMS[3], {"prompt": "1" * 40, "completion": "2"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
@@ -111,6 +117,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
         ("data: {max_tokens: 2}", "data.path", "data.max_tokens"),
         ("data: {eval_size: 0, chat_template: always}", "data.chat_template", "'always'"),
         ("data: {path: no.jsonl}", "data.path", "no.jsonl"),
+        ("data: {eval_path: no.jsonl}", "no.jsonl", "expected a file"),
         ("model: {path: null, tiny: {}}", "model.path", "null"),
         ("optimizer: {warmup_steps: 12}", "optimizer.warmup_steps", "12"),
         ("optimizer: {token_budget: 30}", "optimizer.token_budget", "31"),
@@ -178,8 +185,9 @@ def test_a_folder_of_another_run_or_command_is_refused(model_folder: Path, sums:
     run(model_folder, sums, run={"epochs": 0.5})
     folder = run(model_folder, sums, run={"epochs": 0.6}, optimizer={"lr": 1e-3})
     assert len(steps_of(folder, "train/loss")) == 4
-    with refused("data.max_tokens", parts=["32"]):
+    with refused("data.max_tokens", parts=["32"]) as caught:
         run(model_folder, sums, run={"epochs": 1}, data={"max_tokens": 31})
+    assert "run.from" not in str(caught.value)  # a setting of dapo train
     trains = make_config(run={"output_dir": str(folder.parent), "name": folder.name})
     with pytest.raises(ConfigError, match="dapo sft"):
         check_same_run(trains, folder)
