@@ -72,11 +72,11 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
 
 @contextmanager
 def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
-    """Convert an error of transformers to a ConfigError with one line."""
+    """Convert an error of transformers to a ConfigError with one line. A damaged file raises errors of any type."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         raise ConfigError(f"{key}: expected {what} that can be loaded, got {str(path)!r}: {reason}") from error
 
 

@@ -11,7 +11,7 @@ from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK
 from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.config.run import is_cuda
 from dapo_runner.engines.engine import engine_class
-from dapo_runner.policy.lengths import local_file
+from dapo_runner.policy.lengths import loading, local_file
 from dapo_runner.policy.routing import N_EXPERTS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -93,8 +93,9 @@ def model_values(model: ModelConfig) -> dict[str, Any] | None:
     path = local_file(model.path or "", "config.json")
     if path is None:
         return PUBLISHED.get(model.path or "")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found | found.get("text_config", {})
+    with loading("model.path", "a configuration", path):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found | found.get("text_config", {})
 
 
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
@@ -200,8 +201,7 @@ def _activations(config: Config, shape: ModelShape) -> int:
 
 def _critic_parameters(config: Config, policy: ModelShape) -> int:
     """Return the parameters of a critic. Its gradients and activations reuse the policy's memory."""
-    critic = config.critic
-    return 0 if critic is None else _parameters_of(critic.path, policy)
+    return 0 if config.critic is None else _parameters_of(config.critic.path, policy)
 
 
 def _judge(config: Config) -> int:

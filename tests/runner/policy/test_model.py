@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -41,8 +43,9 @@ from transformers import (
 from dapo_runner.config import LoraConfig, ModelConfig
 from dapo_runner.policy import attention, model
 from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
-from dapo_runner.policy.model import Policy, load_policy, resolve_device
+from dapo_runner.policy.model import Policy, load_model, load_policy, load_tokenizer, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
+from dapo_runner.preflight.memory import model_values
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import TrainingSequence
 
@@ -365,3 +368,21 @@ def test_cuda_kernels_agree_with_the_cpu(model_folder: Path, kernel: Any) -> Non
     with torch.no_grad():
         expected, got = load(model_folder).hidden_states(batch), on_gpu.hidden_states(batch).float().cpu()
     assert (expected - got).abs().max() <= 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", ""), ("config.json", "null"), ("tokenizer.json", "{}"), ("model.safetensors", "x" * 99)],
+)
+def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / name).write_text(content)
+    model = ModelConfig(path=str(folder), dtype="float32")
+    reads: dict[str, Callable[[], object]] = {
+        "config.json": lambda: model_values(model),
+        "tokenizer.json": lambda: load_tokenizer(folder, model),
+        "model.safetensors": lambda: load_model(folder, model, CPU, "sdpa"),
+    }
+    with refused("model.path", parts=[str(folder)]) as caught:
+        reads[name]()
+    assert "\n" not in str(caught.value)
