@@ -23,7 +23,7 @@ def import_function(key: str, use: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{key}: expected module:name, importable from here, got {use!r} ({error})") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: expected {module_name} to import, got {describe_error(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from dapo_kernels import policy_loss
 from dapo_runner.checkpoint import latest_checkpoint
-from dapo_runner.config import Config, ConfigError
+from dapo_runner.config import Config
 from dapo_runner.data.reading import missing_data
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.environments.tools import template_arguments
+from dapo_runner.errors import ConfigError, describe_error
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import check_trackers
-from dapo_runner.parallel.world import Layout
+from dapo_runner.parallel.world import SINGLE_PROCESS, Layout
 from dapo_runner.plugins import import_function
 from dapo_runner.policy import lora
 from dapo_runner.policy.attention import choose_kernel
@@ -26,9 +30,8 @@ from dapo_runner.tiny_model import check_tiny
 HUB_SECONDS = 5  # deadline of the model hub
 
 
-def check_needs(config: Config, layout: Layout | None = None) -> None:
+def check_needs(config: Config, layout: Layout = SINGLE_PROCESS.layout) -> None:
     """Raise ConfigError with one line for everything that is missing or does not fit the ``layout`` of the ranks."""
-    layout = layout or Layout()
     missing = [*_missing(config), *heads_that_do_not_divide(config, layout)]
     if config.optimizer.offload and layout.size > 1:
         missing.append(f"optimizer.offload: requires one process, got {layout.size}")
@@ -64,6 +67,7 @@ def _missing(config: Config) -> Iterator[str]:
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
         *(partial(load_reward, reward, use) for use in reward.uses),
         *([partial(import_function, "advantage.kind", advantage)] if ":" in advantage else []),
+        *([partial(_try_objective, config)] if ":" in config.loss.objective else []),
         lambda: check_trackers(config.logging),
         lambda: template_arguments(config.env),
         *([lora.check_installed] if model.lora else []),
@@ -80,6 +84,15 @@ def _missing(config: Config) -> Iterator[str]:
     for key, path in {"data.path": config.data.path, **named}.items():
         if path is not None and (problem := missing_data(path)) is not None:
             yield f"{key}: {problem}"
+
+
+def _try_objective(config: Config) -> None:
+    """Raise ConfigError if a user-defined objective fails for two tokens."""
+    ones = torch.ones(2, device=resolve_device(config.run.device), requires_grad=True)
+    try:
+        policy_loss(-ones, None, ones.detach(), objective=config.objective.own or "dapo", entropy=ones).loss.backward()
+    except Exception as error:
+        raise ConfigError(f"loss.objective: {config.loss.objective} raised {describe_error(error)}") from error
 
 
 def loaded_models(config: Config) -> Iterator[tuple[str, str]]:
