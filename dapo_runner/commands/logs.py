@@ -25,18 +25,17 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Draw a picture of one run and print the time of each phase, or write a web page of several runs."""
     if len(options.run) > 1 and not options.html:
         raise ConfigError(f"RUN: expected one without --html, got {len(options.run)}. Add --html.")
-    try:
-        if options.html:
-            print(f"page: {write_page(options.run, options.out, options.max_mb)}")
-            return 0
-        (folder,) = options.run
-        picture = write_report(folder, options.out)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--out: expected a picture or page that can be written: {error}") from error
+    if not options.max_mb > 0:
+        raise ConfigError(f"--max-mb: expected more than 0, got {options.max_mb}")
+    suffixes, out = (".html",) if options.html else (".png", ".pdf", ".svg"), options.out
+    if out is not None and (out.suffix not in suffixes or out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out: expected a {' or '.join(suffixes)} file in an existing folder, got {out}")
+    if options.html:
+        print(f"page: {write_page(options.run, out, options.max_mb)}")
+        return 0
+    (folder,) = options.run
     _print_time_split(folder / TIMINGS_FILE)
-    print(f"picture: {picture}")
+    print(f"picture: {write_report(folder, out)}")
     return 0
 
 

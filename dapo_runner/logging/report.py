@@ -22,10 +22,8 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
     Raises ConfigError without a log, and for an empty log.
     """
-    if not (run / METRICS_FILE).is_file():
-        raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file")
     if not (points := read_curves(run)):
-        raise ConfigError(f"{run / METRICS_FILE}: expected at least one step, got an empty log")
+        raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")
     out = out or run / REPORT_FILE
     draw(points, title=run.name).savefig(out)
     return out
@@ -77,7 +75,5 @@ def _draw_curves(ax: Axes, panel: Panel, points: Points) -> None:
     elif panel.from_zero:
         ax.set_ylim(bottom=0)
     if len(found) > 1 or found[0][1]:  # place the legend above the axes, where it hides no curve
-        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98)}
-        ax.legend(
-            fontsize=6, frameon=False, ncols=len(found), handlelength=0.8, handletextpad=0.3, columnspacing=0.6, **place
-        )
+        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "columnspacing": 0.6}
+        ax.legend(fontsize=6, frameon=False, ncols=len(found), handlelength=0.8, handletextpad=0.3, **place)

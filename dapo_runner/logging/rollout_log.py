@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dapo_kernels.objectives.surrogate import CLIPPED_DUAL, CLIPPED_HIGH, CLIPPED_LOW
 from dapo_runner.algorithms.selection import TokenValues
-from dapo_runner.config import RolloutLogConfig
+from dapo_runner.config import ConfigError, RolloutLogConfig
 from dapo_runner.files import atomic_write, to_jsonl
 from dapo_runner.logging.metrics import jsonable
 from dapo_runner.types import Group, Sample, TrainingSequence
@@ -102,9 +102,11 @@ def saved_steps(folder: Path) -> dict[int, Path]:
 
 
 def read_step(path: Path) -> SavedStep:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        header, *groups = map(json.loads, file)
-    return SavedStep(header["step"], header["groups"], groups)
+    try:
+        header, *groups = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
+        return SavedStep(header["step"], header["groups"], groups)
+    except Exception as error:  # of many types
+        raise ConfigError(f"{path}: expected the rollouts of a step, got a damaged file: {error}") from error
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
-from dapo_runner.config import AdvantageConfig, RolloutLogConfig, SegmentsConfig
+from dapo_runner.config import AdvantageConfig, ConfigError, RolloutLogConfig, SegmentsConfig
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog, batch_metrics
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog, read_step, saved_steps, token_texts
 from dapo_runner.logging.show import load_step, page, printable
@@ -66,6 +67,17 @@ def test_everything_about_a_sample_comes_back(tmp_path: Path) -> None:
     json.dumps(saved.groups, allow_nan=False)
     write(open_log(tmp_path / "none", groups=0), 12, groups)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    write(open_log(tmp_path), 1, GROUPS)
+    (path,) = saved_steps(tmp_path).values()
+    whole = path.read_bytes()
+    flipped = bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]])
+    for content in (b"", whole[:-20], b"x" + whole, flipped, gzip.compress(b"{}\n")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=path.name):
+            read_step(path)
 
 
 def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:
