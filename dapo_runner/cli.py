@@ -1,5 +1,5 @@
-"""The `dapo` command. A user error prints one line and exits with 2, a run that cannot continue one line and exits
-with 1; all other errors keep their traceback. `--help`, `recipes` and `doctor` work without the runner's packages.
+"""The `dapo` command. A user error prints one line and exits with 2, a run that cannot continue or a file that cannot
+be used with 1; all other errors keep their traceback. `--help`, `recipes`, `doctor` need none of the runner's packages.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 
 RUN_ERROR, USER_ERROR = 1, 2
 WITHOUT_RUNNER = ("doctor", "recipes")
+RESUMED = ("train", "sft", "launch", "study", "convert-answers")
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -152,16 +153,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ:  # else ranks of a killed launcher would live on and block the next attempt
         end_with_parent()
         share_warnings()
+    is_dry = getattr(options, "dry_run", False) or getattr(options, "simulate", False)
+    again = ". Run the same command again to resume" if options.command in RESUMED and not is_dry else ""
     try:
         return _run(options, overrides)
-    except (ConfigError, RunError) as error:
+    except (BrokenPipeError, SystemExit) as error:  # `dapo show … | head`; rich turns it into SystemExit
+        if not any(isinstance(one, BrokenPipeError) for one in (error, error.__context__)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
+        if again:
+            complain(f"the output was closed{again}")
+        return RUN_ERROR if again else 0
+    except (ConfigError, RunError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            raise
         complain(str(error))
         return USER_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-    except BrokenPipeError:  # `dapo show … | head`: keep Python from reporting it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (KeyboardInterrupt, StepGivenUpError):
-        complain("interrupted. Run the same command again to resume from the last checkpoint")
+        complain(f"interrupted{again}")
         return INTERRUPTED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -30,8 +31,8 @@ from dapo_runner.types import Group
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ConfigError(f"--json: expected a file in an existing folder, got {options.json}")
+    if (out := options.json) is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise ConfigError(f"--json: expected a file in a folder that can be written to, got {out}")
     config, source = _target(options.target, overrides)
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     check_length("model.path", source, config.model, config.longest_sequence, setting)

@@ -17,7 +17,7 @@ import yaml
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, SftConfig, apply_overrides, dump_config, flatten, parse, read_recipe
 from dapo_runner.config.reading import may_change
-from dapo_runner.files import atomic_write
+from dapo_runner.files import atomic_write, check_writable
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import STATE_FILE
@@ -39,11 +39,9 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> TextIOWrapper:
     Raises ConfigError if another process holds the lock, which the message names, or if the folder is not writable.
     """
     path = folder / LOCK_FILE
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
+    check_writable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -70,11 +68,8 @@ def _owner(file: TextIOWrapper) -> str:
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """Write the configuration, under a line with this version, atomically. Raises ConfigError."""
-    try:
-        atomic_write(folder / CONFIG_FILE, f"{MADE_BY}{this_version()}\n{dump_config(config)}")
-    except OSError as error:
-        raise ConfigError(f"run.output_dir: expected a folder that can be written to: {error}") from error
+    """Write the configuration, under a line with this version, atomically."""
+    atomic_write(folder / CONFIG_FILE, f"{MADE_BY}{this_version()}\n{dump_config(config)}")
 
 
 class Change(NamedTuple):
@@ -145,7 +140,7 @@ def check_same_run(config: AnyConfig, folder: Path, *, clears: bool = False) -> 
             shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
     elif refused and has_steps:
         forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"
-        fork = forked if find_checkpoints(folder / CHECKPOINTS) else ""
+        fork = forked if isinstance(config, Config) and find_checkpoints(folder / CHECKPOINTS) else ""
         raise ConfigError(
             f"run.name: expected the configuration of {folder}, got changes: {'; '.join(refused)}. Choose another "
             f"run.name{fork}, or remove the folder. docs/watching.md lists what may change in a run."

@@ -6,8 +6,10 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import re
 import shutil
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import yaml
 from builders import write_rows
 from refusals import refused
+from rich.console import Console
 from small import Dapo, Notes, events_of, write_recipe
 
 from dapo_kernels.backends import cuda_build, registry
@@ -131,6 +134,11 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
             "evaluation.max_response_tokens and rollout.max_response_tokens",
         ),
         ("eval RUN --json nowhere/figures.json", "--json"),
+        ("eval RUN --json EMPTY", "--json"),
+        ("report RUN --max-mb nan", "--max-mb"),
+        ("report RUN --out EMPTY", "--out"),
+        ("report RUN --out page.html", "--out"),
+        ("report RUN --html --out picture.png", "--out"),
         ("eval RUN/checkpoints", "RUN/checkpoints: config.yaml"),
         ("eval nothing", "nothing"),
         ("report nowhere", "nowhere/metrics.jsonl"),
@@ -179,7 +187,7 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
     shares = [float(share) for share in re.findall(r"([\d.]+) ?%", out)]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    for out in ("p.png/q.png", "p.no-such-format"):
+    for out in ("p.png/q.png", "p.no-such-format", "p"):
         dapo.refuses("--out", "report", run, "--out", tmp_path / out)
 
 
@@ -246,7 +254,56 @@ def test_what_ends_a_run_is_one_line_with_its_code(
     monkeypatch.setattr("dapo_runner.commands.train.train", ended)
     dapo("train", write_recipe(tmp_path), code=code)
     assert dapo.err.count("\n") == 1
-    assert ("too many" in dapo.err) == (code == 1)
+    assert ("too many" in dapo.err, "again to resume" in dapo.err) == (code == 1, code == 130)
+
+
+def test_only_what_can_be_resumed_is_said_to_be(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for command in ("train", "evaluate"):
+        monkeypatch.setattr(f"dapo_runner.commands.{command}.find_recipe", interrupt)
+    for arguments in (["train", "x", "--dry-run"], ["eval", "x"]):
+        dapo(*arguments, code=130)
+        assert dapo.err == "dapo: interrupted\n"
+
+
+def test_an_output_that_is_closed_stops_only_a_run(
+    run: Path, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `| head -1`. A run says so, since nothing else would."""
+    monkeypatch.setattr("dapo_runner.commands.train.train", lambda config: Console().print("step 1"))
+    for arguments, code in ((["show", run], 0), (["report", run], 0), (["train", write_recipe(tmp_path)], 1)):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with monkeypatch.context() as patch, os.fdopen(writing, "w", buffering=1) as closed:
+            patch.setattr(sys, "stdout", closed)
+            dapo(*arguments, code=code)
+        assert ("again to resume" in dapo.err, dapo.err.count("\n")) == (code == 1, code)
+
+
+def test_modules_and_functions_that_fail_are_one_line(
+    tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "failing.py").write_text("def empty(): return 1\ndef number(logprobs, entropy, tokens): return 1.0\n")
+    recipe = write_recipe(tmp_path)
+    for setting, part in (
+        ("reward.kind=leaving:f", "SystemExit"),
+        ("loss.objective=failing:empty", "TypeError"),
+        ("loss.objective=failing:number", "float"),
+    ):
+        for dry in (["--dry-run"], []):
+            dapo.refuses(f"{setting.partition('=')[0]}: {part}", "train", recipe, setting, *dry)
+            assert dapo.err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_used_is_one_line(dapo: Dapo) -> None:
+    for command in ("train", "show"):
+        dapo(command, "a" * 300, code=1)
+        assert "aaa" in dapo.err
+        assert dapo.err.count("\n") == 1
 
 
 def test_everything_that_is_missing_is_named(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
