@@ -13,10 +13,9 @@ If two answers tie and one of them is correct, the problem counts ½: the expect
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import comb
-from statistics import fmean
+from statistics import fmean, multimode
 
 from dapo_runner.config import Config
 from dapo_runner.errors import RunError
@@ -107,7 +106,5 @@ def pass_estimate(n: int, correct: int, j: int) -> float:
 def consensus(group: Group) -> float:
     """Return the correctness of the majority vote over the samples of a problem."""
     answers = (True if sample.correct else sample.verdict.extracted for sample in group.samples)
-    votes = Counter(answer for answer in answers if answer is not None)
-    most = max(votes.values(), default=0)
-    winners = [answer for answer, n in votes.items() if n == most]
+    winners = multimode(answer for answer in answers if answer is not None)
     return winners.count(True) / len(winners) if winners else 0.0

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dapo_runner.config import Config, ConfigError, TinyModelConfig
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
@@ -63,19 +64,18 @@ def make_model(config: TinyModelConfig, tokenizer: Any, max_positions: int) -> A
     """Return a Llama of the configured size with random weights, from torch's global generator."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            max_position_embeddings=max_positions,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+    settings = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        max_position_embeddings=max_positions,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
     )
+    return LlamaForCausalLM(settings)
 
 
 def worked_solution(problem: ArithmeticProblem) -> str:
@@ -243,12 +243,9 @@ def _check_characters(source: str, text: str) -> None:
 
 def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int], list[int]]], pad_id: int) -> Tensor:
     """Return the mean cross-entropy over response tokens."""
-    width = max(len(prompt) + len(response) for prompt, response, _ in batch)
-    ids = torch.full((len(batch), width), pad_id)
-    labels = torch.full((len(batch), width), -100)
-    for row, (prompt, response, targets) in enumerate(batch):
-        end = len(prompt) + len(response)
-        ids[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) - 1 : end - 1] = torch.tensor(targets)
+    rows = [torch.tensor(prompt + response) for prompt, response, _ in batch]
+    next_tokens = [torch.tensor([-100] * (len(prompt) - 1) + targets + [-100]) for prompt, _, targets in batch]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    labels = pad_sequence(next_tokens, batch_first=True, padding_value=-100)
     logits = model(input_ids=ids, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

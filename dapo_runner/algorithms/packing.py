@@ -102,7 +102,8 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
     n_positions = sum(sequence.length - 1 for _, sequence in unit)
     missing = -n_positions % multiple if unit else -(-2 // multiple) * multiple
     if missing:
-        unit = [*unit, (padding_id, _padding(missing))]
+        zeros = torch.zeros(missing + 1)
+        unit = [*unit, (padding_id, TrainingSequence(zeros.long(), zeros, zeros.bool(), zeros, group_id=-1))]
     ids, sequences = zip(*unit, strict=True)
     lengths = torch.tensor([sequence.length - 1 for sequence in sequences])
     rewards = supports = None
@@ -128,8 +129,3 @@ def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
         support_ids=None if supports is None else torch.cat([ids for ids, _ in supports]),
         support_counts=None if supports is None else torch.cat([counts[1:] for _, counts in supports]),
     )
-
-
-def _padding(n_positions: int) -> TrainingSequence:
-    zeros = torch.zeros(n_positions + 1)
-    return TrainingSequence(zeros.long(), zeros, zeros.bool(), zeros, -1)

@@ -10,9 +10,9 @@ token that several responses of a tree share trains once. A segment of a tree wi
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from statistics import fmean
 
 import torch
@@ -45,11 +45,9 @@ def node_values(rewards: Mapping[Node, float]) -> dict[Node, float]:
     """Return the value of every node of a tree, including its root (), from the ``rewards`` of its leaves."""
     values = dict(rewards)
     for depth in range(max(map(len, rewards)), 0, -1):
-        children: dict[Node, list[float]] = defaultdict(list)
-        for node, value in values.items():
-            if len(node) == depth:
-                children[node[:-1]].append(value)
-        values |= {parent: fmean(siblings) for parent, siblings in children.items()}
+        level = sorted(node for node in values if len(node) == depth)
+        for parent, siblings in groupby(level, key=lambda node: node[:-1]):
+            values[parent] = fmean(values[node] for node in siblings)
     return values
 
 

@@ -80,9 +80,6 @@ class RunLog:
             self._timings.write(step, "step" if step > self.first_step else "start", figures)
         self.trackers.write(step, "seconds", figures)
 
-    def close(self) -> None:
-        self.trackers.close()
-
 
 def log_fork(folder: Path, origin: Checkpoint, changes: Changes) -> None:
     """Write the origin of a fork and the settings that differ from it."""

@@ -68,21 +68,16 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     float32 and rounded once. In bfloat16 an adapter's change of less than half the weight's last bit (2⁻⁹ to 2⁻⁸ of it)
     is lost in the engine, but not in training.
     """
-    adapted = {f"{name}.base_layer": module for name, module in model.named_modules() if _is_adapted(module)}
+    adapted = {f"{name}.base_layer.weight": module for name, module in model.named_modules() if _is_adapted(module)}
     with torch.no_grad():
         for name, parameter in stored_tensors(model):
-            owner, _, kind = name.rpartition(".")
             if not isinstance(parameter, nn.Parameter):
                 yield name, parameter
-                continue
-            if owner not in adapted:
-                if ".lora_" not in name:
-                    yield name, whole(parameter.detach().to(dtype))
-                continue
-            weight = whole(parameter.detach().to(dtype))
-            if kind == "weight":
-                weight = (weight.float() + _product(adapted[owner], dtype)).to(dtype)
-            yield f"{owner.removesuffix('.base_layer')}.{kind}", weight
+            elif ".lora_" not in name:
+                weight = whole(parameter.detach().to(dtype))
+                if name in adapted:
+                    weight = (weight.float() + _product(adapted[name], dtype)).to(dtype)
+                yield name.replace(".base_layer.", "."), weight
 
 
 @contextmanager

@@ -178,10 +178,8 @@ def load_model(
     trust = {"trust_remote_code": config.trust_remote_code}
     with loading("model.path", "a model", path):
         model_config = AutoConfig.from_pretrained(path, **trust)
-        if (
-            attention == "sdpa"
-            and getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-        ):
+        softcap = getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+        if attention == "sdpa" and softcap is not None:
             attention = "eager"  # torch has no softcap: transformers before 5.24 left it out, later versions refuse
         options = {"dtype": dtype or DTYPES[config.dtype], "attn_implementation": attention}
         if device.type == "meta":

@@ -151,12 +151,8 @@ def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: 
         return start
     note, size = context.progress.note, context.world.size
     saved_size = load_checkpoint(start.checkpoint, learner, sampler)
-    step, path, config = start.checkpoint.step, start.checkpoint.path, learner.config
-    note(
-        f"forked after step {step} from {config.run.from_}"
-        if start.is_new
-        else f"resuming after step {step} from {path}"
-    )
+    verb, origin = ("forked", learner.config.run.from_) if start.is_new else ("resuming", start.checkpoint.path)
+    note(f"{verb} after step {start.checkpoint.step} from {origin}")
     if isinstance(sampler, DynamicSampler):
         n_groups = len(sampler.buffer.groups)
         note(f"{n_groups} groups are left over, {sampler.in_flight} prompts in flight are submitted again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -64,9 +63,7 @@ class TrainingRun:
         self.clock.lap()  # loading is not part of the first step
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self.finish_saving()
@@ -78,7 +75,7 @@ class TrainingRun:
 
     def close(self, error: BaseException | None) -> None:
         if self.log is not None:
-            self.log.close()
+            self.log.trackers.close()
         self.context.close(error)
 
     def is_last(self, step: int) -> bool:
