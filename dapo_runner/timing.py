@@ -36,7 +36,7 @@ OTHER = "other"
 class StepClock:
     """Measure seconds by phase since the last ``lap``. Time in an inner phase does not count for the outer one."""
 
-    def __init__(self, device: torch.device | None = None, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, on_phase: Callable[[str], None] = lambda name: None) -> None:
         """Wait for the kernels of a CUDA ``device`` in each phase. Call ``on_phase`` with each new phase."""
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._on_phase = on_phase
@@ -70,8 +70,7 @@ class StepClock:
         self._since = now
         if name != self._phase:
             self._phase = name
-            if self._on_phase is not None:
-                self._on_phase(name)
+            self._on_phase(name)
 
 
 def seconds_by_phase(event: Mapping[str, Any]) -> dict[str, float]:

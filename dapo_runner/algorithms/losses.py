@@ -198,15 +198,13 @@ def pair_sequences(groups: Sequence[Group], step: int = 0) -> list[TrainingSeque
     sequences: list[TrainingSequence] = []
     n_pairs = 0
     for group_id, group in enumerate(groups):
-        labels, pair_ids = [0.0] * len(group.samples), [-1] * len(group.samples)
-        if pair := make_pair(group)[0]:
-            chosen, rejected = pair
-            labels[chosen], labels[rejected] = CHOSEN, REJECTED
-            pair_ids[chosen] = pair_ids[rejected] = n_pairs
-            n_pairs += 1
-        for sample, label, pair_id in zip(group.samples, labels, pair_ids, strict=True):
-            sequence = make_sequence(group, sample, label, group_id, step - group.step)
-            sequences.append(replace(sequence, pair=pair_id, mask=sequence.mask & (pair_id >= 0)))
+        pair = make_pair(group)[0] or ()
+        labels = dict(zip(pair, (CHOSEN, REJECTED), strict=False))  # of the two samples of a pair
+        for index, sample in enumerate(group.samples):
+            sequence = make_sequence(group, sample, labels.get(index, 0.0), group_id, step - group.step)
+            pair_id = n_pairs if index in pair else -1
+            sequences.append(replace(sequence, pair=pair_id, mask=sequence.mask & (index in pair)))
+        n_pairs += bool(pair)
     return sequences
 
 

@@ -19,15 +19,8 @@ MAX_BYTES = 2**30  # of an answer; about 140 per token: a group of 16 responses 
 GENERATE = "/inference/v1/generate"
 
 
-class ServerError(RuntimeError):
-    """A server did not answer correctly. Another server may, or the same one later.
-
-    ``waited`` and ``status``: those of ``http.HTTPError``.
-    """
-
-    def __init__(self, message: str, waited: float = 0.0, status: int | None = None) -> None:
-        super().__init__(message)
-        self.waited, self.status = waited, status
+class ServerError(http.HTTPError):
+    """A server did not answer correctly. Another server may, or the same one later."""
 
 
 class RefusedError(ServerError):
@@ -87,7 +80,8 @@ class Server:
             request.cancel()
             self.prompt_requests.discard(request)
         if request.cancelled():
-            raise ServerError(f"{self}: was excluded while it worked on a prompt", getattr(self.error, "waited", 0.0))
+            waited = getattr(self.error, "waited", 0.0)
+            raise ServerError(f"{self}: was excluded while it worked on a prompt", waited=waited)
         return request.result()
 
     def drop_requests(self) -> None:
@@ -106,7 +100,7 @@ class Server:
             if error.status == 401:
                 message += f". {key_env or key_file(self.url)} must hold the key of `dapo serve`."
             kind = RefusedError if error.status in (401, 403) else ServerError
-            raise kind(message, error.waited, error.status) from None
+            raise kind(message, error.status, error.waited) from None
 
 
 def key_file(url: str) -> Path:

@@ -139,7 +139,8 @@ class NCCLTransfer(Transfer):
             for task in done:
                 task.result()
             if waiting:
-                raise ServerError(f"{server}: the NCCL transfer did not finish within {self.within:g} s", self.within)
+                late = f"{server}: the NCCL transfer did not finish within {self.within:g} s"
+                raise ServerError(late, waited=self.within)
         except BaseException:
             self._leave(server)
             for task in tasks:

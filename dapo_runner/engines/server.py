@@ -35,12 +35,13 @@ from dapo_runner.engines.nccl import NCCLTransfer
 from dapo_runner.engines.pool import ServerPool, Signal
 from dapo_runner.engines.transfer import FileTransfer, Transfer
 from dapo_runner.engines.vllm import finish_reason, known_logprobs, sampling_fields
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import load_model, load_tokenizer
 from dapo_runner.policy.weights import stored_tensors
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, VersionSpan
 
 T = TypeVar("T")
+Body = dict[str, Any]  # of a request
 ATTEMPTS = 5  # attempts per prompt and server before the run ends
 QUEUED = 2  # batches submitted to a server at a time: one that it decodes and one that waits
 POLL = 0.2  # seconds
@@ -49,34 +50,28 @@ TRANSFERS: dict[str, type[Transfer]] = {"file": FileTransfer, "nccl": NCCLTransf
 
 
 class _Call:
-    """The requests of one call: each is waiting, in progress, or answered. With ``is_open`` requests can be added and
-    the call does not end. ``on_answer`` is called with the index of each answer.
+    """The requests of one call: each is waiting, in progress, or answered. With ``on_answer``, which is called with the
+    index of each answer, requests can be added and the call does not end.
     """
 
-    def __init__(
-        self,
-        bodies: list[dict[str, Any]],
-        oldest: int,
-        *,
-        is_open: bool = False,
-        on_answer: Callable[[int], None] = lambda index: None,
-    ) -> None:
-        self.bodies, self.is_open = bodies, is_open
+    def __init__(self, bodies: list[Body], oldest: int, on_answer: Callable[[int], None] | None = None) -> None:
+        self.bodies, self.on_answer = bodies, on_answer
         self.oldest = oldest  # the oldest update whose weights may answer
         self.answers: dict[int, list[Completion]] = {}
         self.waiting = list(range(len(bodies)))
         self.failures = Counter[tuple[Server, int]]()
         self.reason = ""  # the last failure of a request
-        self.on_answer = on_answer
         self.changed = Signal()  # for idle tasks: a request waits again, or the servers have changed
 
     @property
     def n_left(self) -> int:
-        return max(int(self.is_open), len(self.bodies) - len(self.answers))
+        n_left = len(self.bodies) - len(self.answers)
+        return n_left if self.on_answer is None else max(1, n_left)
 
-    def add(self, body: dict[str, Any]) -> None:
+    def add(self, body: Body) -> None:
         self.waiting.append(len(self.bodies))
         self.bodies.append(body)
+        self.changed.set(at_most=1)
 
     def next_for(self, server: Server) -> int | None:
         return next((index for index in self.waiting if self.failures[server, index] < ATTEMPTS), None)
@@ -103,14 +98,7 @@ class ServerEngine(RolloutEngine):
         server_key(settings.urls[0], settings.key_env)
         TRANSFERS[settings.transfer].check(config)
 
-    def __init__(
-        self,
-        source: str | Path,
-        tokenizer: Any,
-        config: Config,
-        world: World = SINGLE_PROCESS,
-        note: Note = lambda _: None,
-    ) -> None:
+    def __init__(self, source: str | Path, tokenizer: Any, config: Config, world: World, note: Note) -> None:
         """Send the weights of ``source`` to the servers. ``note`` gets a line for each server that fails or recovers.
 
         Raises ConfigError if the key cannot be read or weights cannot be sent, RolloutError if no server loads them.
@@ -223,7 +211,7 @@ class ServerEngine(RolloutEngine):
         n_submitting = self.world.size if priority is None else 1  # with a priority, only rank 0
         return math.ceil(QUEUED * self.config.rollout.max_batch_sequences / n_samples / n_submitting)
 
-    def _bodies(self, requests: Sequence[RolloutRequest], priority: int | None) -> list[dict[str, Any]]:
+    def _bodies(self, requests: Sequence[RolloutRequest], priority: int | None) -> list[Body]:
         """Return the bodies of requests. Those without a priority go before those of asynchronous rollouts."""
         first = {"priority": -1} if self.config.rollout.max_staleness else {}
         return [
@@ -275,7 +263,8 @@ class ServerEngine(RolloutEngine):
             answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
             n_samples = call.bodies[index]["sampling_params"]["n"]
             call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
-            call.on_answer(index)
+            if call.on_answer is not None:
+                call.on_answer(index)
             pool.answered(server)
         except ServerError as error:
             call.waiting.insert(0, index)
@@ -291,7 +280,7 @@ class ServerEngine(RolloutEngine):
                     raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
             call.changed.set()
 
-    async def _ask_each(self, bodies: list[dict[str, Any]], n_samples: int) -> dict[str, Groups]:
+    async def _ask_each(self, bodies: list[Body], n_samples: int) -> dict[str, Groups]:
         found: dict[str, Groups] = {}
 
         async def ask(server: Server) -> None:
@@ -342,7 +331,7 @@ class _OpenServerCall(OpenCall):
         self.engine, self.priority, self._wake = engine, priority, wake
         self._keys: list[int] = []  # of the requests, by index
         self._answered: SimpleQueue[int] = SimpleQueue()
-        self._call = _Call([], engine.updates, is_open=True, on_answer=self._on_answer)
+        self._call = _Call([], engine.updates, self._on_answer)
         self._task = engine.start(engine._answer(self._call, engine._n_requests(1, priority), n_prompts))
         self._task.add_done_callback(lambda _: wake())
 
@@ -354,11 +343,7 @@ class _OpenServerCall(OpenCall):
         super().add(key, request)
         self._keys.append(key)
         (body,) = self.engine._bodies([request], self.priority)
-        http.shared_loop().call_soon_threadsafe(self._submit, body)
-
-    def _submit(self, body: dict[str, Any]) -> None:
-        self._call.add(body)
-        self._call.changed.set(at_most=1)
+        http.shared_loop().call_soon_threadsafe(self._call.add, body)
 
     def is_ready(self, is_complete: bool) -> bool:
         return not self._answered.empty() or self._task.done()

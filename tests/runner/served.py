@@ -20,6 +20,7 @@ from dapo_runner import threads
 from dapo_runner.config import Config
 from dapo_runner.engines.client import Server
 from dapo_runner.engines.server import ServerEngine
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import Policy
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
@@ -95,7 +96,9 @@ class Fleet:
 
     def open(self, *over: Any, **settings: Any) -> ServerEngine:
         notes = list[str]()
-        engine = ServerEngine(self.model, make_tokenizer(), self.config(*over, **settings), note=notes.append)
+        engine = ServerEngine(
+            self.model, make_tokenizer(), self.config(*over, **settings), SINGLE_PROCESS, notes.append
+        )
         engine.notes = notes
         self.engines.append(engine)
         return engine

@@ -28,10 +28,12 @@ from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environ
 from dapo_runner.config import Config, dump_config
 from dapo_runner.engines import pool
 from dapo_runner.engines.client import RefusedError, Server, ServerError, key_file, server_key
+from dapo_runner.engines.engine import Note
 from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, model_facts
 from dapo_runner.engines.server import TRANSFERS, ServerEngine
 from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.http import run
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import Completion, Prompt, RolloutRequest, SamplingParams, make_requests
@@ -107,13 +109,17 @@ def assert_alike(found: list[list[Completion]], wanted: list[list[Completion]]) 
 Opener = Callable[..., ServerEngine]
 
 
+def open_over(config: Config, note: Note = print) -> ServerEngine:
+    return ServerEngine(str(config.model.path), make_tokenizer(), config, SINGLE_PROCESS, note)
+
+
 @pytest.fixture
 def open_engine(config: Config, server: None) -> Iterator[Opener]:
     """Return what opens engines over the server, which is let go for the next test."""
     opened: list[ServerEngine] = []
 
-    def start(of: Config = config, **arguments: Any) -> ServerEngine:
-        opened.append(ServerEngine(str(of.model.path), make_tokenizer(), of, **arguments))
+    def start(of: Config = config, note: Note = print) -> ServerEngine:
+        opened.append(open_over(of, note))
         return opened[-1]
 
     yield start
@@ -244,7 +250,7 @@ def test_the_guard_of_a_real_server(
     run(own.post("/collective_rpc", {"method": "check_health"}))
     with pytest.raises(ServerError, match="the other"):
         run(Server(url, config.rollout.server).post("/pause"))
-    waited = ServerEngine(str(config.model.path), make_tokenizer(), config)  # for the end of the lease
+    waited = open_over(config)  # for the end of the lease
     assert waited.generate(make_requests(prompts()[:1], SamplingParams(n=1, max_tokens=4)))
     file = next(waited.transfer.folder.glob("*.safetensors"))
     with pytest.raises(ServerError, match="500"):
@@ -278,7 +284,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, python: str, monkeypatc
     environment = {**server_environment(config, url), gloo_for_nccl.SWITCH: "1", "PYTHONPATH": places}
     learner, probe = load_learner(config), SyncProbe(prompts(), config)
     with running(command, tmp_path / "log", **environment):
-        engine = ServerEngine(path, make_tokenizer(), config)
+        engine = open_over(config)
         (server,) = engine.pool.servers
         groups = [engine.transfer._groups[server]]
         for _ in range(2):
@@ -292,7 +298,7 @@ def test_weights_by_nccl(config: Config, tmp_path: Path, python: str, monkeypatc
         for request in ("/pause", "/start_weight_update"):  # as one that was killed has left it
             run(server.post(request))
         run(server.post(RELEASE))
-        ServerEngine(path, make_tokenizer(), config).close()  # gives it the weights of the beginning
+        open_over(config).close()  # gives it the weights of the beginning
         assert probe(engine, learner)["gap"] < 1e-4
         assert run(server.get("/weight_info")) == {"weight_version": engine.transfer.version}
     with running(command, tmp_path / "log", **environment):
