@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dapo_runner.algorithms.learner import step_metrics
 from dapo_runner.config import Config, check_config
 from dapo_runner.logging.progress import Progress, make_progress
 from dapo_runner.run.start import open_run
@@ -48,7 +47,7 @@ def train(config: Config, progress: Progress | None = None) -> Path:
             sequences = run.training_records(sampled.groups, step)
             minis = run.learner.prepare(sequences)
             updates = [run.update(mini, step) for mini in minis]
-            trained = TrainedStep(step, sampled, sequences, step_metrics(minis, updates, run.world))
+            trained = TrainedStep(step, sampled, sequences, run.learner.step_metrics(minis, updates))
             run.end_training(trained)
             run.log_step(run.sync())
             run.check_mismatch(trained)

@@ -197,12 +197,8 @@ def shares_solved_and_truncated(
     return sum(group.n_correct for group in groups) / len(groups), truncated
 
 
-def _encode(
-    problem: ArithmeticProblem, tokenizer: Any, config: Config, rng: random.Random
-) -> tuple[list[int], list[int], list[int]]:
-    """Return the tokens of a worked example's prompt and response, and the response's targets. Targets of environment
-    tokens are -100.
-    """
+def _encode(problem: ArithmeticProblem, tokenizer: Any, config: Config, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a worked example and their targets, -100 but where the policy writes the next token."""
     assert config.model.tiny is not None
     warmup = config.model.tiny.warmup
     prompt = tokenizer(apply_template(config.data.prompt_template, problem.question))["input_ids"]
@@ -216,7 +212,7 @@ def _encode(
         tokens = [*tokenizer(text)["input_ids"], *([tokenizer.eos_token_id] if is_policy else [])]
         response += tokens
         targets += tokens if is_policy else [-100] * len(tokens)
-    return prompt, response, targets
+    return torch.tensor(prompt + response), torch.tensor([-100] * (len(prompt) - 1) + targets + [-100])
 
 
 def turns_of_example(use: str, problem: ArithmeticProblem, rng: random.Random) -> list[str]:
@@ -241,11 +237,9 @@ def _check_characters(source: str, text: str) -> None:
         )
 
 
-def _next_token_loss(model: Any, batch: list[tuple[list[int], list[int], list[int]]], pad_id: int) -> Tensor:
-    """Return the mean cross-entropy over response tokens."""
-    rows = [torch.tensor(prompt + response) for prompt, response, _ in batch]
-    next_tokens = [torch.tensor([-100] * (len(prompt) - 1) + targets + [-100]) for prompt, _, targets in batch]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    labels = pad_sequence(next_tokens, batch_first=True, padding_value=-100)
+def _next_token_loss(model: Any, batch: list[tuple[Tensor, Tensor]], pad_id: int) -> Tensor:
+    """Return the mean cross-entropy over the targets."""
+    ids = pad_sequence([tokens for tokens, _ in batch], batch_first=True, padding_value=pad_id)
+    targets = pad_sequence([targets for _, targets in batch], batch_first=True, padding_value=-100)
     logits = model(input_ids=ids, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

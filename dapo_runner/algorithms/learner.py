@@ -28,7 +28,6 @@ from dapo_runner.algorithms.packing import count_group_tokens, count_training_to
 from dapo_runner.algorithms.returns import estimate_advantages, show_advantages
 from dapo_runner.algorithms.selection import ScoredBatch, TokenValues, select_tokens, token_values
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.policy.lora import adapters_off
 from dapo_runner.policy.model import Policy
 from dapo_runner.timing import StepClock
@@ -281,6 +280,12 @@ class Learner:
         loss = total / self.world.size / loss_scale
         return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
 
+    def step_metrics(self, minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Return the means over the updates, their number, and the mismatch of engine and policy. Collective."""
+        local = sum((mini.mismatch for mini in minis), Mismatch())
+        mismatch = sum(self.world.gather_shares(local), Mismatch())
+        return mean_of(updates) | mismatch.metrics() | {"updates": len(updates)}
+
     def move_reference(self) -> None:
         """Move a moving reference toward the policy, after the updates of a step."""
         if self.moving is not None:
@@ -302,15 +307,6 @@ def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None
         f"{nonfinite:.0f} non-finite log-probs. The weights are those before this update. Check ratio and entropy of "
         "the previous steps, or lower optimizer.lr"
     )
-
-
-def step_metrics(
-    minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]], world: World = SINGLE_PROCESS
-) -> dict[str, float]:
-    """Return the means over the updates, their number, and the mismatch of engine and policy over the step's tokens."""
-    local = sum((mini.mismatch for mini in minis), Mismatch())
-    mismatch = sum(world.gather_shares(local), Mismatch())
-    return mean_of(updates) | mismatch.metrics() | {"updates": len(updates)}
 
 
 def mean_of(updates: Iterable[dict[str, float]]) -> dict[str, float]:

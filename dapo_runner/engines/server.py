@@ -142,8 +142,8 @@ class ServerEngine(RolloutEngine):
         call = _Call(bodies, self.updates)
         n_requests = self._n_requests(max(one.sampling.n for one in requests), priority)
         self._run(self._answer(call, n_requests, len(bodies)))
-        found = [call.answers[index] for index in range(len(bodies))]
-        return [each * (one.sampling.n // len(each)) for each, one in zip(found, requests, strict=True)]
+        found = ((call.answers[index], one.sampling.n) for index, one in enumerate(requests))
+        return [completions * (n // len(completions)) for completions, n in found]
 
     def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _OpenServerCall(self, priority, wake, n_prompts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast
@@ -125,6 +125,7 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -276,9 +277,10 @@ def window_mask(*, config: Any, local_size: int | None = None, use_vmap: bool = 
     return None if local_size is None else torch.empty(1, 1, 0, local_size)
 
 
-def register_packed_attention(function: Callable[..., Any] = packed_attention) -> None:
-    """Register ``PACKED_ATTENTION`` with transformers."""
+def register_packed_attention() -> str:
+    """Register ``PACKED_ATTENTION`` with transformers and return this name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(PACKED_ATTENTION, function)
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, window_mask)
+    return PACKED_ATTENTION

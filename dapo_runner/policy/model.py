@@ -26,14 +26,7 @@ from dapo_runner.config import ConfigError, ModelConfig
 from dapo_runner.parallel.sharding import Root, fill, shard
 from dapo_runner.parallel.ulysses import shard_positions
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
-from dapo_runner.policy.attention import (
-    PACKED_ATTENTION,
-    Kernel,
-    choose_kernel,
-    packed_attention,
-    plan_packing,
-    register_packed_attention,
-)
+from dapo_runner.policy.attention import Kernel, choose_kernel, plan_packing, register_packed_attention
 from dapo_runner.policy.lengths import loading
 from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.prefixes import find_shared
@@ -275,8 +268,7 @@ def _build(
     path: str | Path, config: ModelConfig, device: torch.device, seed: int, dtype: torch.dtype, role: Role
 ) -> Any:
     """Load a model, add adapters and a value head, and set which weights train."""
-    register_packed_attention()
-    model = load_model(path, config, device, PACKED_ATTENTION, dtype)
+    model = load_model(path, config, device, register_packed_attention(), dtype)
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
     if role == "critic":
@@ -305,7 +297,6 @@ def _prepare(model: Any, config: ModelConfig) -> None:
         if not _blocks(model):
             raise ConfigError(f"model.compile: requires layers that transformers names, got {type(model).__name__}")
         # All layers share one compilation for any number of positions. Attention is not compiled.
-        register_packed_attention(torch.compiler.disable(packed_attention))
         for block in _blocks(model):
             block.compile(dynamic=True)
     if config.compile and config.gradient_checkpointing:

@@ -16,7 +16,7 @@ class EarlyStop:
 
     def __init__(self, config: Config) -> None:
         self.settings = config.run.early_stop
-        self.metric, self.k = early_stop_metric(config), config.evaluation.k
+        self.metric = early_stop_metric(config)
         self._spent: str | None = None
         self._decided: str | None = None
         self._best: tuple[int, float] | None = None  # step and value

@@ -17,7 +17,7 @@ from learners import CPU, changed, learner_of, update, weights_of
 from refusals import refused
 
 from dapo_runner.algorithms.correction import measure
-from dapo_runner.algorithms.learner import Learner, mean_of, step_metrics
+from dapo_runner.algorithms.learner import Learner, mean_of
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.optimizer import IN_FLIGHT, MasterWeights, learning_rate
 from dapo_runner.config import CorrectionConfig
@@ -72,7 +72,7 @@ def test_figures_of_a_step_do_not_depend_on_its_mini_batches(model_folder: Path,
         sequences.append(replace(sequence, rollout_logprobs=own - gap * sequence.mask))
     minis = learner.prepare(sequences)
     assert len(minis) == 2 // (size or 2)
-    figures = step_metrics(minis, [learner.update(mini, 0) for mini in minis])
+    figures = learner.step_metrics(minis, [learner.update(mini, 0) for mini in minis])
     exact = longhand.mismatch([0.75] + [0.25] * 9, [0.0] + [1.0] * 9, CorrectionConfig())
     assert {key: figures[key] for key in exact} == pytest.approx(exact, rel=1e-3)
 
@@ -83,7 +83,7 @@ def test_without_a_log_prob_of_the_engine_only_that_is_known(model_folder: Path)
     assert measure(learner, engine, torch.zeros_like(trains)).metrics() == {}
     sequences = [replace(x, rollout_logprobs=x.rollout_logprobs * torch.nan) for x in random_sequences(4)]
     minis = (trained := learner_of(model_folder)).prepare(sequences)
-    figures = step_metrics(minis, [trained.update(mini, 0) for mini in minis])
+    figures = trained.step_metrics(minis, [trained.update(mini, 0) for mini in minis])
     assert {key: x for key, x in figures.items() if key.startswith("rollout")} == {"rollout_unknown": 1.0}
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dapo_kernels import OBJECTIVES
 from dapo_runner.algorithms.critic import value_loss
-from dapo_runner.algorithms.learner import Learner, step_metrics
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.losses import PreferenceLoss, pair_metrics, pair_sequences
 from dapo_runner.config import ModelConfig, PreferenceConfig, TinyModelConfig
 from dapo_runner.policy.model import Policy, load_policy
@@ -80,7 +80,7 @@ def test_a_policy_loss_is_its_paper(model_folder: Path, model: Any, name: str) -
         learner = learner_of(model_folder, **sections, optimizer={"token_budget": budget})
         (mini,) = learner.prepare(order)
         gradients, figures = update(learner, mini)
-        figures |= step_metrics([mini], [figures])
+        figures |= learner.step_metrics([mini], [figures])
         if budget == 1024:
             reference = learner.reference and longhand.copy_of(learner.reference)
             loss, expected = longhand.policy_step(learner.config, sequences, model, reference)

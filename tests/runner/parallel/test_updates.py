@@ -17,7 +17,7 @@ from learners import assert_same_gradients, config_of, open_learner, update, wor
 from ranks import on_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dapo_runner.algorithms.learner import Learner, step_metrics
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.config import Config, TinyModelConfig
 from dapo_runner.parallel.sharding import whole
@@ -187,7 +187,7 @@ def run_case(path: Path, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
         gradients, metrics = update(learner, mini)
     except NonFiniteUpdateError as error:
         return {"stopped": world.all_gather_object(str(error))}
-    metrics |= step_metrics([mini], [metrics], world)
+    metrics |= learner.step_metrics([mini], [metrics])
     learner.move_reference()
     weights = dict(learner.policy.named_weights())
     for part in learner.parts():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax
 
 from dapo_runner.algorithms.advantage import make_sequence
-from dapo_runner.algorithms.learner import Learner, step_metrics
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config
 from dapo_runner.engines.hf import HFEngine
 from dapo_runner.engines.vllm import engine_arguments, layers_with_experts, read_experts
@@ -285,7 +285,7 @@ def test_the_gradient_is_that_of_routers_forced_by_hand(undecided: Path, correct
     free = open_learner(undecided, replaying(undecided, None))
     minis = free.prepare([replace(sequence, experts=None) for sequence in sequences])
     gap, free_gap = (
-        step_metrics(*x)["rollout_gap"] for x in (([mini], [figures]), (minis, [free.update(minis[0], 0)]))
+        learner.step_metrics(*x)["rollout_gap"] for x in (([mini], [figures]), (minis, [free.update(minis[0], 0)]))
     )
     assert 0 < gap < 0.2 * free_gap
 

@@ -26,7 +26,7 @@ from test_group_buffer import saved
 
 from dapo_kernels import dapo_loss
 from dapo_runner.algorithms.advantage import make_sequences
-from dapo_runner.algorithms.learner import Learner, step_metrics
+from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import AdvantageConfig, Config, ModelConfig, RolloutLogConfig
 from dapo_runner.data.dataset import render
 from dapo_runner.engines.engine import BatchCall, Groups
@@ -480,7 +480,7 @@ def test_entropy_and_correction_are_of_the_policys_tokens(policy: Policy, model_
         assert (weight[~own] == 1).all()
     figures = learner.update(mini, 1)
     assert figures["entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-4)
-    assert step_metrics([mini], [figures], learner.world)["rollout_unknown"] == 0.0
+    assert learner.step_metrics([mini], [figures])["rollout_unknown"] == 0.0
 
 
 def test_what_is_saved_and_shown_has_the_turns(tmp_path: Path) -> None:
