@@ -30,7 +30,6 @@ PHASES = {
     "save": "checkpoints are written",
     "other": "everything else",
 }
-OTHER = "other"
 
 
 class StepClock:
@@ -41,7 +40,7 @@ class StepClock:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
-        self._phase, self._since = OTHER, time.perf_counter()
+        self._phase, self._since = "other", time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

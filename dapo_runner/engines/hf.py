@@ -93,9 +93,7 @@ class HFEngine(RolloutEngine):
         routing = Routing(model) if config.loss.routing_replay == "engine" else None
         return cls(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences, routing)
 
-    def __init__(
-        self, model: Any, tokenizer: Any, max_batch_sequences: int = 256, routing: Routing | None = None
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, max_batch_sequences: int, routing: Routing | None = None) -> None:
         """Take ownership of ``model``: ``update_weights`` writes into it. With its ``routing`` completions have their
         experts.
         """

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.engines.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, save_adapters
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
 from dapo_runner.types import Completion, FinishReason, RolloutRequest, SamplingParams, TruncatedSupport
@@ -71,9 +71,7 @@ class VLLMEngine(RolloutEngine):
         targets = [lora.targets] if lora.targets == "all-linear" else lora.targets
         return not isinstance(targets, str) and not any("lm_head" in name for name in targets)
 
-    def __init__(
-        self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World = SINGLE_PROCESS
-    ) -> None:
+    def __init__(self, path: str | Path, tokenizer: Any, config: Config, device: torch.device, world: World) -> None:
         """Load the model ``path`` in transformers' format. Raises ConfigError if vLLM is not installed."""
         self.check(config)
         self.tokenizer = tokenizer

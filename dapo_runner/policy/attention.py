@@ -207,9 +207,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, sc
     hidden = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
     groups, sharing = n * key.shape[1], heads // key.shape[1]  # query heads that share a key are one product
     stacked = query.reshape(groups, sharing * length, size)
-    scores = torch.baddbmm(
-        hidden.repeat(sharing, 1), stacked, key.flatten(0, 1).mT, alpha=size**-0.5 if scale is None else scale
-    )
+    alpha = size**-0.5 if scale is None else scale
+    scores = torch.baddbmm(hidden.repeat(sharing, 1), stacked, key.flatten(0, 1).mT, alpha=alpha)
     return (torch.softmax(scores, -1) @ value.flatten(0, 1)).view(n, heads, length, value.shape[-1])
 
 

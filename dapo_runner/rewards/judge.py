@@ -82,12 +82,12 @@ class VerdictLog:
         self._known |= {question.key: judgement for question, judgement in found.items()}
 
 
-# Common forms of special tokens.
+# Common forms of special tokens, of which the first character matches.
 _SPECIAL = (
-    r"<[|｜][^<>\s]*[|｜]>",
-    r"</?(?:s|bos|eos|pad|unk|think|(?:start|end)_of_turn)>",
-    r"\[/?[A-Z_]*(?:INST|TOOL|SYSTEM)[A-Z_]*\]",
-    r"<</?SYS>>",
+    r"<(?=[|｜][^<>\s]*[|｜]>)",
+    r"<(?=/?(?:s|bos|eos|pad|unk|think|(?:start|end)_of_turn)>)",
+    r"\[(?=/?[A-Z_]*(?:INST|TOOL|SYSTEM)[A-Z_]*\])",
+    r"<(?=</?SYS>>)",
 )
 
 
@@ -106,8 +106,8 @@ class Questioner:
         tags = [rf"(?i:<\s*/?\s*{name[0]}(?={name[1:]}\s*>))" for name in sorted(names) if len(name) > 1]
         short = {f"<{slash}{name}>" for name in names if len(name) == 1 for slash in ("", "/")}
         exact = [token for token in short | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
-        others = [*map(re.escape, sorted(exact, key=len, reverse=True)), *_SPECIAL]
-        self._broken = re.compile("|".join([f"(?P<tag>{'|'.join(tags) or '(?!)'})", *others]))
+        others = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in exact]
+        self._broken = re.compile("|".join([*tags, *others, *_SPECIAL]))  # a space is inserted behind each match
 
     def messages(self, question: Question) -> list[dict[str, str]]:
         """Return the conversation that the judge replies to."""
@@ -119,9 +119,7 @@ class Questioner:
     def shield(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # without lone surrogates, which tokenizers reject
         while self._broken.search(text):
-            text = self._broken.sub(
-                lambda found: f"{found[0]} " if found["tag"] else f"{found[0][0]} {found[0][1:]}", text
-            )
+            text = self._broken.sub(r"\g<0> ", text)
         return text
 
 

@@ -52,8 +52,7 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
     if config.run.steps <= step:
         raise ConfigError(f"run.steps: expected more than the {step} steps of run.from, got {config.run.steps}")
     before, now = _settings_at(source, step), settings_of(config)
-    changed = changes_between(before, now)
-    changes = [change for change in changed if change.key not in OWN]
+    changes = [change for change in changes_between(before, now) if change.key not in OWN]
     fixed = (*FIXED, *_held(before, now))
     refused = [str(change) for change in changes if is_among(change.key, fixed) and not may_change(change.key, Config)]
     if refused:

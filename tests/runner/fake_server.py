@@ -41,7 +41,7 @@ class FakeServer:
         if engine is None:
             # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
             weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
-            engine = lambda: HFEngine(deepcopy(weights), make_tokenizer())  # noqa: E731
+            engine = lambda: HFEngine(deepcopy(weights), make_tokenizer(), 64)  # noqa: E731
         self._make_engine = engine
         self.hooks: dict[str, Hook] = {}
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []  # path, body, headers

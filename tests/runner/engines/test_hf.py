@@ -40,7 +40,7 @@ def test_padded_prompts_keep_their_positions(engine: HFEngine) -> None:
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).eval()
     with torch.no_grad():
         model.transformer.wpe.weight.mul_(50)
-    gpt2 = HFEngine(model, engine.tokenizer)
+    gpt2 = HFEngine(model, engine.tokenizer, 64)
     prompts = [prompt(text, engine) for text in ("7", "123+45678=")]
     groups = gpt2.generate(make_requests(prompts, SamplingParams(max_tokens=6)))
     for asked, group in zip(prompts, groups, strict=True):
@@ -93,7 +93,7 @@ def test_a_soft_cap_of_scores_is_applied(tmp_path: Path) -> None:
             weight.mul_(20)  # scores large enough to be capped
     save_model(written, tokenizer, tmp_path)
     config = ModelConfig(path="x", dtype="float32")
-    engine = HFEngine(load_model(tmp_path, config, torch.device("cpu"), "sdpa"), tokenizer)
+    engine = HFEngine(load_model(tmp_path, config, torch.device("cpu"), "sdpa"), tokenizer, 64)
     asked = prompt("1+1=", engine)
     ((completion,),) = engine.generate(make_requests([asked], SamplingParams(max_tokens=4)))
     torch.testing.assert_close(completion.logprobs, model_logprobs(written, asked, completion), atol=1e-4, rtol=1e-4)

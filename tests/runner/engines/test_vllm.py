@@ -26,6 +26,7 @@ from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.loop import train
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
@@ -74,7 +75,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared(tiny: Path) -> VLLMEngine:
     threads = torch.get_num_threads()
-    engine = VLLMEngine(tiny, make_tokenizer(), tiny_config(tiny), CPU)
+    engine = VLLMEngine(tiny, make_tokenizer(), tiny_config(tiny), CPU, SINGLE_PROCESS)
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1  # still in order after vLLM started
     torch.set_num_threads(threads)
@@ -209,7 +210,7 @@ def test_the_probe_finds_what_the_engine_does_not_have(
 
 def test_a_float32_head_is_used_and_follows_new_weights(tiny: Path) -> None:
     config = tiny_config(tiny, model={"dtype": "bfloat16", "float32_logits": True})
-    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
+    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU, SINGLE_PROCESS)
     learner = load_learner(config)
     change(learner)
     engine.update_weights(learner.policy.named_weights())
@@ -287,7 +288,7 @@ def test_two_ranks(whole: Path, tmp_path: Path, python: str, share: int) -> None
 # The last one: when this engine goes, it takes vLLM's process groups with it.
 def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
     config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "enforce_eager": False}})
-    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU)
+    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU, SINGLE_PROCESS)
     probe = prober(engine, learner)
     assert probe(engine, learner)["gap_max"] < 1e-4
     change(learner)

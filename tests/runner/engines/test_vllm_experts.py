@@ -14,6 +14,7 @@ from experts import small_experts
 from test_vllm import CPU, load_learner, pytestmark, tiny_config
 
 from dapo_runner.engines.vllm import VLLMEngine
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.probe import SyncProbe
 from dapo_runner.tiny_model import make_tokenizer
 
@@ -30,7 +31,7 @@ def test_new_weights_reach_the_experts(tmp_path: Path, python: str) -> None:
 def main(folder: Path) -> None:
     config = tiny_config(folder)
     learner = load_learner(config)
-    engine = VLLMEngine(folder, make_tokenizer(), config, CPU)
+    engine = VLLMEngine(folder, make_tokenizer(), config, CPU, SINGLE_PROCESS)
     probe = SyncProbe([prompt(text, engine) for text in ("12+34=", "5*7=")], config)
     assert probe(engine, learner)["gap_max"] < 1e-4
     with torch.no_grad():

@@ -18,6 +18,7 @@ from dapo_runner.config import Config, parse
 from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.logging.progress import Progress
 from dapo_runner.loop import train
+from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import SamplingParams, make_requests
@@ -32,7 +33,7 @@ def lora_config(path: Path, **lora: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path) -> VLLMEngine:
-    return VLLMEngine(tiny, make_tokenizer(), lora_config(tiny), CPU)
+    return VLLMEngine(tiny, make_tokenizer(), lora_config(tiny), CPU, SINGLE_PROCESS)
 
 
 def draw(learner: Learner, seed: int) -> None:

@@ -130,7 +130,8 @@ def open_engine(config: Config, server: None) -> Iterator[Opener]:
 def test_it_is_the_engine_of_this_process(config: Config, open_engine: Opener) -> None:
     """Tokens, log-probs, stop strings and greedy responses, before and after new weights; the version is checked."""
     asked, engine, learner = prompts(), open_engine(), load_learner(config)
-    inside, probe = VLLMEngine(str(config.model.path), make_tokenizer(), config, CPU), SyncProbe(asked, config)
+    probe = SyncProbe(asked, config)
+    inside = VLLMEngine(str(config.model.path), make_tokenizer(), config, CPU, SINGLE_PROCESS)
     sampling = SamplingParams(n=4, max_tokens=12, seed=3)
     varied: list[dict[str, Any]] = [{}, {"stop": ("2", "9")}, {"temperature": 0.0}, {"top_p": 0.7}, {}]
     each = [replace(sampling, **fields) for fields in varied]
