@@ -39,9 +39,8 @@ def evaluate(
     EvaluationError if all failed.
     """
     settings = config.evaluation
-    sampling = settings.params(
-        n=settings.k, stop=tuple(config.rollout.stop), max_tokens=config.evaluation_tokens, seed=SEED
-    )
+    stop, limit = tuple(config.rollout.stop), config.evaluation_tokens
+    sampling = settings.params(n=settings.k, stop=stop, max_tokens=limit, seed=SEED)
     scored = generate(make_requests(prompts, sampling))
     groups = [group for group in scored if group.samples]  # of the others every episode has failed
     if not groups:

@@ -94,14 +94,8 @@ class TrainedModel:
         settings, named = config.optimizer, model.model.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.master = MasterWeights(trained, prefix, offload=settings.offload)
-        self.optimizer = self.master.optimizer = torch.optim.AdamW(
-            self.master.tensors.values(),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        options = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+        self.optimizer = self.master.optimizer = torch.optim.AdamW(self.master.tensors.values(), fused=True, **options)
         # Scales the loss so that float16 can represent its gradients. Other dtypes need no scale.
         self.scaler = torch.amp.GradScaler(
             model.device.type, growth_interval=SCALE_GROWS_AFTER, enabled=model.compute == torch.float16

@@ -73,8 +73,7 @@ def sampling_metrics(stats: SamplingStats, filter_on: str | None = None) -> dict
         if by_reward:
             values["equal_reward"] = 1 - values["varying_reward"]
         totals = {"accuracy": "correct", "reward": "reward", "length": "tokens", "truncated": "truncated"}
-        for name, total in totals.items():
-            values[name] = stats[total] / stats["samples"]
+        values |= {name: stats[total] / stats["samples"] for name, total in totals.items()}
     return prefixed("sampling", values)
 
 

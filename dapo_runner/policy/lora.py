@@ -38,9 +38,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     check_installed()
     import peft
 
-    settings = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, lora_dropout=0.0, bias="none"
-    )
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, lora_dropout=0.0)
     try:
         with torch.random.fork_rng():  # adapters must not change the random numbers of the run
             torch.manual_seed(seed)

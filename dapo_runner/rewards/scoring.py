@@ -176,7 +176,8 @@ class Scorer:
     def _sample(self, prompt: Prompt, completion: Completion, verdicts: Sequence[Verdict | None]) -> Sample:
         """Return a sample. Its verdict is the first that applies, its reward the weighted sum of all that apply."""
         if (reward := completion.environment_reward) is not None:
-            return self._shaped(completion, Verdict(round(reward, 9) >= 1, rule="environment", value=reward), reward)
+            verdict = Verdict(round(reward, 9) >= 1, rule="environment", value=reward)
+            return self._shaped(completion, verdict, reward, parts={})
         found = {label: verdict for label, verdict in zip(self.rewards, verdicts, strict=True) if verdict is not None}
         if not found:
             raise RewardError(
@@ -187,9 +188,7 @@ class Scorer:
         total = sum(self.weights[label] * value for label, value in values.items())
         return self._shaped(completion, next(iter(found.values())), total, values if self.config.parts else {})
 
-    def _shaped(
-        self, completion: Completion, verdict: Verdict, reward: float, parts: Mapping[str, float] | None = None
-    ) -> Sample:
+    def _shaped(self, completion: Completion, verdict: Verdict, reward: float, parts: Mapping[str, float]) -> Sample:
         overlong, penalty = self.config.overlong, 0.0
         if self.shaped and overlong.soft_punishment:
             penalty = rules.length_penalty(completion.n_sampled, self.max_length, overlong.cache_length)
@@ -199,7 +198,7 @@ class Scorer:
             base_reward=reward,
             length_penalty=penalty,
             trains=not (self.shaped and overlong.filter and completion.truncated),
-            parts=parts or {},
+            parts=parts,
         )
 
     def _value(self, verdict: Verdict) -> float:

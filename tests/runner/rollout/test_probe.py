@@ -34,7 +34,7 @@ class Drifting(HFEngine):
 def drifting(policy: Policy, path: Path) -> tuple[SyncProbe, Drifting, Learner]:
     config = make_config(model={"tiny": None, "path": str(path), "dtype": "bfloat16"})
     model = load_model(path, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
-    return SyncProbe(PROMPTS, config), Drifting(model, policy.tokenizer), Learner(policy, config)
+    return SyncProbe(PROMPTS, config), Drifting(model, policy.tokenizer, 64), Learner(policy, config)
 
 
 NORMAL = [0.003 * (0.5 + step % 3 / 2) for step in range(12)]
