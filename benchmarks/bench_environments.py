@@ -89,7 +89,7 @@ class Bench:
     def several(self, seconds: float = 0.0) -> Groups:
         Listener.seconds = seconds
         sampling = SamplingParams(n=GROUP, max_tokens=self.config.rollout.max_response_tokens)
-        return self.runner(self.engine, make_requests(self.prompts, sampling))
+        return self.runner(self.engine, make_requests(self.prompts, sampling), None)
 
     def without_cache(self) -> Groups:
         self.engine.open_call = lambda *_: BatchCall(self.engine.generate)  # type: ignore[method-assign]

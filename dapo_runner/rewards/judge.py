@@ -167,9 +167,7 @@ class Judge(CallingReward):
                 if question.response and self.known.get(question) is None:
                     submitted.setdefault(question, (index, prompts[index], completion))
         failures = self._ask_all(submitted) if submitted else {}
-        return [
-            first_error(map(failures.get, row)) or [self._verdict(question) for question in row] for row in questions
-        ]
+        return [first_error(map(failures.get, row)) or list(map(self._verdict, row)) for row in questions]
 
     def release(self) -> None:
         """Move the model off the GPU until it is used again."""

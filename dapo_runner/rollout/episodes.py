@@ -62,9 +62,7 @@ class EpisodeRunner:
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
         self.n_unknown = count()  # texts that the tokenizer does not know a part of
 
-    def __call__(
-        self, engine: RolloutEngine, requests: Sequence[RolloutRequest], priority: int | None = None
-    ) -> Groups:
+    def __call__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], priority: int | None) -> Groups:
         """Return the episodes of each request without those that failed. Raises EpisodeError where too many did."""
         numbers = [number for number, one in enumerate(requests) for _ in range(one.sampling.n)]
         plays = [self._play(one, sample) for one in requests for sample in range(one.sampling.n)]

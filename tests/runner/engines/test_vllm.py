@@ -117,7 +117,7 @@ def test_turns_join_the_running_batch(engine: VLLMEngine, learner: Learner) -> N
     requests = make_requests(prompts, SamplingParams(n=3, max_tokens=40, seed=3))
     stop_ids, engine.stop_ids = engine.stop_ids, [*engine.stop_ids, *range(4, 12)]
     try:
-        groups = runner(engine, requests)
+        groups = runner(engine, requests, None)
     finally:
         engine.stop_ids = stop_ids
     assert max(len(one.policy_turns) for group in groups for one in group) == 3

@@ -111,7 +111,7 @@ def run(
 ) -> tuple[list[Completion], Scripted, EpisodeRunner]:
     tokenizer = chat_tokenizer(template)
     engine, runner = Scripted(tokenizer, script), EpisodeRunner(config_of(kind, **env), tokenizer)
-    (found,) = runner(engine, make_requests([prompt_of(tokenizer, answer=COLUMN)], sampling))
+    (found,) = runner(engine, make_requests([prompt_of(tokenizer, answer=COLUMN)], sampling), None)
     return found, engine, runner
 
 
@@ -258,7 +258,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
         limits = {"max_turns": 3, "max_failed": max_failed, "timeout_seconds": 1.0}
         runner = EpisodeRunner(config_of("Odd", **limits), tokenizer)
         assert Odd.closed.get(timeout=30) == "fine"  # the one that was made to see its tools
-        return runner, runner(Scripted(tokenizer, SPOKEN), make_requests(prompts, SAMPLING))
+        return runner, runner(Scripted(tokenizer, SPOKEN), make_requests(prompts, SAMPLING), None)
 
     runner, groups = play(share)
     assert {way: len(group) for way, group in zip(WAYS, groups, strict=True)} == {
@@ -289,7 +289,7 @@ def test_an_engine_that_fails_closes_environments_once() -> None:
     assert Odd.closed.get(timeout=30)
     engine, prompt = Scripted(tokenizer, SPOKEN, fails_at=1), prompt_of(tokenizer, way="fine", seen=[])
     with pytest.raises(IndexError):
-        runner(engine, make_requests([prompt], replace(SAMPLING, n=3)))
+        runner(engine, make_requests([prompt], replace(SAMPLING, n=3)), None)
     assert [Odd.closed.get(timeout=30) for _ in range(3)] == ["fine"] * 3
     assert Odd.closed.empty()
 
@@ -343,7 +343,7 @@ def test_the_reward_is_the_environments_or_a_rules_and_metrics_are_of_the_policy
     tokenizer = chat_tokenizer()
     runner, prompt = EpisodeRunner(config_of("Half"), tokenizer), prompt_of(tokenizer)
     requests = make_requests([prompt, replace(prompt, id="q")], replace(SAMPLING, n=1))
-    found = [group[0].environment_reward for group in runner(Scripted(tokenizer, SPOKEN), requests)]
+    found = [group[0].environment_reward for group in runner(Scripted(tokenizer, SPOKEN), requests, None)]
     assert sorted(found, key=str) == [0.5, None]
     for kind, wanted in (("Silent", 0.0), ("Trl", None)):  # a first turn that is truncated: a game has not begun
         (one,) = run(kind, ("much too long",), replace(SAMPLING, n=1, max_tokens=40), max_turn_tokens=4)[0]
@@ -376,7 +376,7 @@ def test_an_example_of_trl_runs_from_its_own_file(monkeypatch: pytest.MonkeyPatc
     script = [*map(call.format, ("up", "left", "down", "right")), *map(call.format, ("up", "left"))] * 4
     prompt, sampling = prompt_of(tokenizer), SamplingParams(n=2, max_tokens=20_000)
     engine: Any = Scripted(tokenizer, [*script, "I am done."])
-    groups = EpisodeRunner(config, tokenizer)(engine, make_requests([prompt], sampling))
+    groups = EpisodeRunner(config, tokenizer)(engine, make_requests([prompt], sampling), None)
     (group,) = Scorer(config)([prompt], groups)
     for sample, completion in zip(group.samples, groups[0], strict=True):
         assert completion.transcript.startswith("score=0.0\n")  # the text of reset, behind the prompt's own
@@ -519,7 +519,7 @@ def test_the_hf_engine_continues_the_cache_of_an_episode(engine: HFEngine) -> No
     hook = embeddings.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape[1]))
     prompts = [Prompt(str(i), tuple(range(3, 6 + i)), "", "7") for i in range(3)]
     runner = EpisodeRunner(config_of("Fickle"), engine.tokenizer)
-    groups = runner(engine, make_requests(prompts, replace(SAMPLING, n=12)))
+    groups = runner(engine, make_requests(prompts, replace(SAMPLING, n=12)), None)
     hook.remove()
     assert {*computed} == {1, 3, 7}  # prompts with their first message, then a token and the next message
     episodes = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
