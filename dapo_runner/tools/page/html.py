@@ -83,7 +83,8 @@ def spread_steps(sizes: dict[int, int], room: float) -> list[int]:
 def render(data: dict[str, Any], live: bool = False) -> str:
     """Return the page with ``data``. A ``live`` page asks its server for rollouts and updates."""
     plotly, script = plotly_source(), _part("page.js")
-    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in (plotly, script))
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (plotly, script))
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     network = "'self'" if live else "'none'"
     parts = {
         "policy": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -110,7 +111,3 @@ def plotly_source() -> str:
 
 def _part(name: str) -> str:
     return (resources.files("dapo_runner.tools.page") / name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
