@@ -40,8 +40,15 @@ server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 request = [sys.argv[1:], os.getcwd(), dict(os.environ), files]
 socket.send_fds(server, [json.dumps(request).encode()], files)
+
+def pass_on(number, frame):
+    try:
+        server.send(bytes([number]))
+    except OSError:
+        pass  # the process has ended
+
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: server.send(bytes([number])))
+    signal.signal(number, pass_on)
 code = int(server.recv(99) or 1)
 if code < 0:
     if code != -signal.SIGKILL:
