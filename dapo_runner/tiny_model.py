@@ -123,6 +123,9 @@ def check_tiny(config: Config) -> None:
         )
 
 
+MADE_HERE = set[Path]()  # models that this process has made
+
+
 def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None]) -> Path:
     """Return the folder of a run's tiny model. Make the model and warm it up if it does not exist.
 
@@ -131,7 +134,7 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     """
     assert config.model.tiny is not None
     if folder.exists():
-        if (turns := config.model.tiny.warmup.turns) is not None:
+        if folder not in MADE_HERE and (turns := config.model.tiny.warmup.turns) is not None:
             report(f"{folder} was warmed up on turns of {turns}. If you changed them, set another run.name.")
         return folder
     torch.manual_seed(config.run.seed)
@@ -143,6 +146,7 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)
+    MADE_HERE.add(folder)
     return folder
 
 

@@ -289,8 +289,9 @@ def cautions(config: Config) -> Iterator[str]:
         )
     is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
     is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym"
-    if (is_graded or reward.parts or config.env is not None) and sampler.filter_groups == "correctness":
-        name = "env" if config.env is not None else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"
+    is_game = config.env is not None and config.env.kind is not None
+    if (is_graded or reward.parts or is_game) and sampler.filter_groups == "correctness":
+        name = "env.kind" if is_game else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"
         yield (
             f"{name}: groups are accepted by correctness, so graded rewards are lost where all "
             "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them."

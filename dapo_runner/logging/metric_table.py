@@ -66,6 +66,8 @@ GAPS = (
     Metric("train/rollout_k3", "KL of the rollouts", ORANGE),
 )
 LARGEST_GAPS = (Metric("train/rollout_gap_max", "rollouts", BLUE), Metric("sync/gap_max", "after sync", GREEN))
+TURNS = (Metric("batch/turns", "trained on", BLUE), Metric("eval/turns", "held-out", ORANGE))
+TOOL_CALLS = (Metric("env/tool_calls", "calls", BLUE), Metric("env/tool_errors", "errors", RED))
 MISMATCH = (
     Metric("train/rollout_ess", "effective sample size", BLUE),
     Metric("train/rollout_masked", "masked", RED),
@@ -90,6 +92,8 @@ PANELS = (
     Panel("Reward", "per response", REWARD),
     Panel("Training accuracy", "share of responses", ACCURACY, share=True),
     Panel("Response length", "tokens", LENGTH),
+    Panel("Turns", "per episode", TURNS),
+    Panel("Tool calls", "per step", TOOL_CALLS),
     Panel("Truncated responses", "share of all generated", (Metric("sampling/truncated", "truncated"),), share=True),
     ENTROPY,
     Panel("Mean generation probability", "of sampled tokens", (Metric("batch/generation_prob", "probability"),)),

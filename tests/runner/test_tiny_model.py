@@ -36,7 +36,7 @@ def test_lines_come_again_as_often_as_asked() -> None:
     assert len(lines) > 9
 
 
-def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
+def test_it_ends_once_enough_problems_are_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(**warmup: float | str) -> list[str]:
         raw = small_recipe(output_dir=str(tmp_path))
         raw["model"]["tiny"]["warmup"] |= warmup
@@ -46,6 +46,8 @@ def test_it_ends_once_enough_problems_are_solved(tmp_path: Path) -> None:
 
     assert 1 < len(warm_up(stop_at=0.05)) < 9  # a line for every ten steps
     assert warm_up() == []  # it is there
+    assert warm_up(turns="random:random") == []  # by this process
+    monkeypatch.setattr("dapo_runner.tiny_model.MADE_HERE", set())
     (line,) = warm_up(turns="random:random")  # which may be others than it was shown
     assert str(tmp_path / "model") in line
 

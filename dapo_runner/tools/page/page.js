@@ -184,9 +184,18 @@ function drawCurves() {
     };
     if (panel.share) layout.yaxis.range = [-0.02, 1.02];
     if (panel.from_zero) layout.yaxis.rangemode = "tozero";
+    const drawn = traces(chart);
+    if (!panel.share && !panel.stacked) Object.assign(layout.yaxis, rangeOfConstant(drawn));
     const options = { responsive: true, displayModeBar: false };
-    Plotly.react(elements[place].lastChild, traces(chart), layout, options);
+    Plotly.react(elements[place].lastChild, drawn, layout, options);
   });
+}
+
+/** A range around curves with a single value; Plotly itself would draw 2e-4 between -1 and 1, as if it were 0. */
+function rangeOfConstant(drawn) {
+  const values = drawn.flatMap(({ y }) => y.filter((value) => value !== null));
+  const isConstant = values.every((value) => Math.abs(value - values[0]) <= 1e-9 * Math.abs(values[0]));
+  return values[0] && isConstant ? { range: [0.9 * values[0], 1.1 * values[0]].sort((a, b) => a - b) } : {};
 }
 
 // Rollouts
@@ -353,13 +362,14 @@ function turnFacts(turn) {
 function drawSample(sample, open) {
   const details = make("details");
   const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => `${name} ${signed(value)}`);
-  const answer = `answer ${signed(sample.base_reward)}${parts.length ? ` (${parts.join(", ")})` : ""}`;
+  const answer = `answer ${signed(sample.base_reward)}${parts.length ? ` (unweighted: ${parts.join(", ")})` : ""}`;
   const facts = [
     `sample ${sample.sample} ${sample.correct ? "correct" : "incorrect"}`,
     `reward ${signed(sample.reward)} = ${answer} + length ${signed(sample.length_penalty)}`,
     sample.segments ? `segments ${sample.segments.map(ends).join(", ")}` : `advantage ${signed(sample.advantage)}`,
     `${sample.tokens} tokens${sample.finish_reason === "length" ? ", truncated" : ""}`,
-    `extracted ${sample.extracted ?? "None"}`,
+    ...(sample.extracted === null ? [] : [`extracted ${sample.extracted}`]),
+    ...(sample.rule ? [`rule ${sample.rule}`] : []),
     ...(sample.turns ? [`turns ${sample.turns.map(turnFacts).join(", ")}`] : []),
     ...(sample.trains ? [] : ["does not train"]),
   ];

@@ -65,7 +65,8 @@ class Result:
         if accuracy:
             nearest = min(range(len(tokens)), key=lambda index: abs(tokens[index] - tokens[-1] / 2))
             interpolated = float(np.interp(equal_tokens, tokens, accuracy))
-            values = dict(zip(values, (accuracy[0], accuracy[nearest], accuracy[-1], interpolated), strict=True))
+            half = accuracy[nearest] if nearest else None  # else nothing was measured between start and end
+            values = dict(zip(values, (accuracy[0], half, accuracy[-1], interpolated), strict=True))
         for name, key in MEANS.items():
             _, logged = self.series(key, "step")
             n = min(TAIL, (len(logged) + 1) // 2)

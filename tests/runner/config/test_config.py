@@ -158,6 +158,8 @@ def test_what_is_at_a_limit_is_accepted(overrides: str, tmp_path: Path) -> None:
         ("reward.kind=grades:grade sampler.filter_groups=correctness", ["reward.kind=grades:grade"]),
         ("reward.parts=[{use: integer}, {use: exact}]", ["reward.parts"]),
         ("reward.kind=grades:grade sampler.filter_groups=null", []),
+        ("env.tools=[examples.turns:calculator]", []),
+        ("env.kind=examples.turns:Guess", ["env.kind"]),
         ("rollout={engine: server, max_staleness: 2, correction: {weights: token}}", ["rollout.max_staleness=2"]),
     ],
 )

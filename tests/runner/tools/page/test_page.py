@@ -321,7 +321,8 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path, "<img src=x>a")
     (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
     for step, accuracy in ((7, 0.25), (8, 0.75)):
-        log_metrics(run, step, **{"eval/avg@4": accuracy, "reflection/en": 0.0, "train/grad_norm": math.nan})
+        others = {"reflection/en": 0.0, "train/grad_norm": math.nan, "train/lr": 2e-4}
+        log_metrics(run, step, **{"eval/avg@4": accuracy, **others})
     page = open_page(write_page([run], tmp_path / "page.html").as_uri())
     header = page.query_selector("#runs").text_content()
     for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "8"):
@@ -329,6 +330,9 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
     assert page.query_selector("#runs img, #runs b") is None
     curves = curves_of(page)
     assert [len(found) for found in curves["Reward"]] == [8] * 4  # of one run, both curves in one chart
+    charts = "[...document.querySelectorAll('.panel')].map(panel => panel.lastChild.layout.yaxis.range)"
+    ranges = dict(zip(curves, page.evaluate(charts), strict=True))
+    assert ranges["Learning rate"] == pytest.approx([1.8e-4, 2.2e-4])  # it is constant
     assert not any("Reflection" in title for title in curves)
     assert page.inner_text("#zero") == "0 at every step: Reflection: English"  # not the norm, which was never finite
     shown = "document.querySelector('.panel').lastChild.layout.xaxis.range"

@@ -161,6 +161,8 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
     assert "](f.png)" in page
     assert (tmp_path / "s/f.png").stat().st_size > 10_000
     runs_of_page = json.loads((tmp_path / "s/study.json").read_text())
+    ends = replace(results[0], points=results[0].points | {results[0].metric: ([0, 4], [0.2, 0.6])}).values(400)
+    assert (ends["before"], ends["half"], ends["after"]) == (0.2, None, 0.6)
     fewer = replace(results[0], axes=results[0].axes | {"updates": {0: 0, 4: 7}})
     page = write_page(study, [fewer, *results[1:]], []).read_text()
     assert "| at the end |" in page
