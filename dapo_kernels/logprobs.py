@@ -67,7 +67,8 @@ def token_logprobs(
         valid_vocab, sampling_mask, group: as in ``dapo_loss``.
 
     Returns:
-        float32 tensors in the layout of ``target_ids``, differentiable with respect to the logits.
+        float32 tensors (float64 if the logits are) in the layout of ``target_ids``, differentiable with respect to the
+        logits.
 
     Raises:
         ValueError, TypeError, IndexError: as in ``dapo_loss``.
@@ -109,8 +110,8 @@ def linear_token_logprobs(
 ) -> TokenStats:
     """Return ``token_logprobs`` of ``softcap(hidden · weightᵀ + bias)``, a chunk of tokens at a time.
 
-    Differentiable with respect to hidden, weight and bias. The backward pass recomputes the logits (four GEMMs in
-    total).
+    Differentiable with respect to hidden, weight, bias, lora.a and lora.b. The backward pass recomputes the logits
+    (four GEMMs in total).
 
     Args:
         hidden: [T, H] packed or [B, L, H] padded.
@@ -122,7 +123,8 @@ def linear_token_logprobs(
     The other arguments and the errors are those of ``linear_dapo_loss``.
 
     Returns:
-        ``TokenStats``: log-probs and entropies (or None), float32, in the layout of ``target_ids``.
+        ``TokenStats``: log-probs and entropies (or None), float32 (float64 if hidden is), in the layout of
+        ``target_ids``.
 
     Example:
         >>> import torch

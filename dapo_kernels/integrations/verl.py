@@ -268,7 +268,7 @@ class FusedLinear(torch.nn.Module):
     """Compute log-probs and entropy from hidden states: verl's ``FusedLinearForPPO`` by ``linear_token_logprobs``.
 
     Args:
-        chunk_size: tokens whose logits are in memory at a time; ``None``: as many as fit into 192 MiB.
+        chunk_size: tokens whose logits are in memory at a time; ``None``: by the default ``chunk_bytes``.
         impl_backend: ``"torch"``, verl's default; verl's other backends do not use this class.
     """
 
