@@ -127,7 +127,7 @@ command(
 command(
     "convert-answers",
     "rewrite problems so that their answers are integers",
-    argument("source", type=Path, metavar="IN", help="a data set file: docs/convert-answers.md"),
+    argument("source", type=Path, metavar="IN", help="a data set (file, folder or hub name): docs/convert-answers.md"),
     argument("out", type=Path, metavar="OUT", help="a .jsonl file that does not exist yet"),
     takes="IN OUT",
     function="convert_answers:run",

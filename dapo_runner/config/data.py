@@ -52,7 +52,7 @@ class ColumnsConfig(Section):
 class SourceConfig(Section):
     subset: str | None = None  # of a Hugging Face data set
     split: str = "train"  # of a Hugging Face data set
-    limit: PositiveInt | None = None  # use only the first problems, up to this number; repeated rows do not count
+    limit: PositiveInt | None = None  # use only the first N problems; `dapo train` does not count repeated rows
 
 
 class ProblemsConfig(SourceConfig):

@@ -50,7 +50,7 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
         raise ValueError("no mathematics in the ground truth")
     before, box, after = text[-MATH_WINDOW:].rpartition(r"\boxed")
     earlier, _, paragraph = before.rpartition("\n\n")
-    # math_verify takes together what all boxes outside of `$…$` contain. The last paragraph with a box counts.
+    # math_verify may take several boxes together, as a set. Only boxes of the last paragraph with a box count.
     if not (found := read((paragraph if r"\boxed" in earlier else before) + box + after, latex, plain)):
         return verdict("none")
     if values:

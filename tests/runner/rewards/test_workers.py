@@ -53,6 +53,7 @@ def judge(rule: TextRule, text: str, answer: str) -> Verdict:
         ("So \\boxed{5}\n\nWait, I forgot a term.\n\n\\boxed{6}", "6", "math-verify", True),
         ("So \\boxed{5}\n\nWait, I forgot a term.\n\n\\boxed{6}", "5, 6", "math-verify", False),
         (r"So \boxed{5} and \boxed{6}", "5, 6", "math-verify", True),
+        (r"$\boxed{1}$ and $\boxed{2}$", "1, 2", "math-verify", True),
         (r"\boxed{10000}", r"10\,000", "math-verify", True),
         (r"\boxed{0}", r"1\;000", "math-verify", False),
         ("Answer: 4", "5", "math-verify", False),
