@@ -13,11 +13,13 @@ from dapo_runner.config.training import (
     AdvantageConfig,
     DistillationConfig,
     LoraConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     PreferenceConfig,
     SegmentsConfig,
     TinyModelConfig,
     TreeShape,
+    WarmupConfig,
 )
 from dapo_runner.errors import ConfigError
