@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from dapo_kernels.call import checked_denominator
 from dapo_kernels.engine.distillation import linear_divergence
-from dapo_kernels.engine.gradients import gradient_unit
+from dapo_kernels.engine.gradients import OF_HIDDEN, gradient_unit
 from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, check_valid_vocab, layout_of
 from dapo_kernels.objectives.aggregate import token_weights
@@ -115,7 +115,7 @@ def linear_distillation_loss(
     no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=layout.device)
     request = layout.request(no_targets, temperature, live, want_entropy=False)
     needs = Needs.of_head(head)
-    weights, unit = gradient_unit(head.hidden.dtype, weights)
+    weights, unit = gradient_unit(head.hidden.dtype, OF_HIDDEN, weights)
     out = linear_divergence(head, ref, request, weights, float(beta), needs, plan)
     return DistillationOutput(out.loss / unit, out.divergence.view(layout.shape))
 

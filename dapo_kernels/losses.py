@@ -12,7 +12,7 @@ from dapo_kernels.backends import backend_for, call_from_logits, starts_of_rows
 from dapo_kernels.call import LossOptions, PolicyCall, RowOptions
 from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
-from dapo_kernels.engine.gradients import gradient_unit
+from dapo_kernels.engine.gradients import OF_HIDDEN, OF_LOGITS, gradient_unit
 from dapo_kernels.engine.tokens import loss_of_stats
 from dapo_kernels.head import head_of_call
 from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of, token_layout
@@ -357,7 +357,7 @@ def _from_logits(
         stats = from_rows.stats_of(logits, request, server, in_place)
         return _of_stats(call, stats.logprobs, stats.entropy, backend_name)
     if in_place:
-        tokens, unit = _for_gradient(logits.dtype, call.tokens)
+        tokens, unit = _for_gradient(logits.dtype, OF_LOGITS, call.tokens)
         rest = (request, tokens, call.scalars, server)
         loss, *reported, _ = from_rows.LossInPlace.apply(logits, *rest)
         return _output(call, loss / unit, *reported)
@@ -386,14 +386,14 @@ def _from_hidden(
     if not any(needs) or not (call.one_visit or call.one_visit_user_loss):
         stats = from_hidden.linear_stats(head, request, plan)
         return _of_stats(call, stats.logprobs, stats.entropy, plan.backend)
-    tokens, unit = _for_gradient(head.hidden.dtype, call.tokens)
+    tokens, unit = _for_gradient(head.hidden.dtype, OF_HIDDEN, call.tokens)
     with as_number(call.objective.own) as own:
         out = from_hidden.linear_loss(head, request, tokens, call.scalars._replace(own=own), needs, plan)
     return _output(call, out.loss / unit, *out[1:5])
 
 
-def _for_gradient(dtype: torch.dtype, tokens: Tokens) -> tuple[Tokens, Tensor | float]:
-    weights, unit = gradient_unit(dtype, tokens.weights, tokens.advantages, tokens.importance_weights)
+def _for_gradient(dtype: torch.dtype, largest: float, tokens: Tokens) -> tuple[Tokens, Tensor | float]:
+    weights, unit = gradient_unit(dtype, largest, tokens.weights, tokens.advantages, tokens.importance_weights)
     return tokens._replace(weights=weights), unit
 
 

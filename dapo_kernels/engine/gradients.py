@@ -286,22 +286,28 @@ class GradientSum:
 # --- on their way to autograd -------------------------------------------------------------------------------
 
 
-def gradient_unit(dtype: torch.dtype, weights: Tensor, *factors: Tensor | None) -> tuple[Tensor, Tensor | float]:
+OF_LOGITS, OF_HIDDEN = 4.0, 2.0  # log2 of the largest weight of a float16 gradient
+
+
+def gradient_unit(
+    dtype: torch.dtype, largest: float, weights: Tensor, *factors: Tensor | None
+) -> tuple[Tensor, Tensor | float]:
     """Return token weights scaled for a gradient that is computed together with its loss, and the scale.
 
     A loss scaler's factor (``grad_output``) is known only later, and in float16 entries below 6e-8 would be lost by
-    then. The scale is a power of two that brings the largest weight · |``factors``| to 2⁴. With the advantages as a
-    factor the ratio has 2¹¹ left above, and entries down to 2⁻²⁸ of the largest stay. A product of factors counts as at
-    least 1, because KL, entropy or a user-defined loss do not shrink with the advantage. Dividing the loss by the scale
-    divides what reaches the backward pass. Other dtypes need no scale.
+    then. The scale is a power of two: the largest weight · |``factors``| becomes 2^``largest``. With ``OF_LOGITS``
+    and the advantages as a factor, the ratio has 2¹¹ left above, and entries down to 2⁻²⁸ of the largest stay;
+    ``OF_HIDDEN`` leaves 4 for the product with the output head. A product of factors counts as at least 1, because KL,
+    entropy or a user-defined loss do not shrink with the advantage. Dividing the loss by the scale divides what reaches
+    the backward pass. Other dtypes need no scale.
     """
     if dtype != torch.float16 or weights.numel() == 0:
         return weights, 1.0
     size = torch.ones_like(weights)
     for factor in factors:
         size = size if factor is None else size * factor.abs()
-    largest = torch.where(weights == 0, 0.0, weights * size.clamp(min=1.0)).amax()
-    unit = torch.exp2(4.0 - torch.floor(torch.log2(largest)).clamp(-60.0, 60.0)).nan_to_num(1.0)
+    heaviest = torch.where(weights == 0, 0.0, weights * size.clamp(min=1.0)).amax()
+    unit = torch.exp2(largest - torch.floor(torch.log2(heaviest)).clamp(-60.0, 60.0)).nan_to_num(1.0)
     return weights * unit, unit
 
 

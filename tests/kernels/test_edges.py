@@ -199,7 +199,19 @@ def test_fp16_keeps_small_gradients_and_large_ones(backend: str, entry: str, lar
         improbable = truth[name].abs() < truth[name].abs().quantile(0.5)
         for part in (improbable, ~improbable):
             error = (got.double() - truth[name])[part].norm() / truth[name][part].norm()
-            assert float(error) < (1e-3 if entry == "linear" else 5e-3), f"{name}: {float(error):.1e}"
+            assert float(error) < (2e-3 if entry == "linear" else 5e-3), f"{name}: {float(error):.1e}"
+
+
+def test_fp16_with_a_large_output_head(backend: str) -> None:
+    """The gradient of the hidden states has the head's size too: here up to 4, and a ratio of 1000 among 65 tokens."""
+    case = linear_case(1000, 64, (65,), dtype=torch.float16, seed=88, dead=0.0)
+    case.leaves["weight"] *= 1 / float(case.leaves["weight"].std())
+    case.advantages, case.old_logprobs = -torch.ones(65), solve(case, Options()).logprobs.float()
+    case.old_logprobs[3] -= math.log(1000)
+    truth = solve(case, Options()).grads
+    _, grads = call("linear", case, "ppo", cu_seqlens=case.cu_seqlens)
+    for name, got in grads.items():
+        assert float((got.double() - truth[name]).norm() / truth[name].norm()) < 2e-3, name
 
 
 @pytest.mark.slow
