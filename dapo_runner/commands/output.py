@@ -11,7 +11,9 @@ INTERRUPTED = 130  # exit code
 
 
 def complain(text: str) -> None:
-    """Print one line to standard error. If several ranks have the same line, rank 0 prints it, or one with its name."""
+    """Print one line to standard error. If several ranks have the same line, rank 0 prints it, or one with its name.
+    Where the ranks have no store to agree, each prints it.
+    """
     if "RANK" in os.environ:
         from dapo_runner.parallel.watch import Watch
 

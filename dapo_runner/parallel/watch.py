@@ -52,11 +52,13 @@ class Watch:
     """Publish the status of this rank and read those of others. Does nothing in a process without a launcher."""
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of this machine, until `open_world` sets one of all
+    is_lost = False  # whether this process has seen that the store's host is gone
 
     def __init__(self) -> None:
         self._store: PrefixStore | None = None
         # torchrun hosts the store. With another launcher rank 0 does, from when the process group exists.
-        if launched() and (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        exists = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if launched() and exists and not Watch.is_lost:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             try:
@@ -81,6 +83,7 @@ class Watch:
         try:
             found = {rank: _Status(**json.loads(self._store.get(f"at/{rank}"))) for rank in range(self.size)}
         except (RuntimeError, ValueError):
+            Watch.is_lost = True  # connecting to it again would take 20 s
             return RankLostError("the launcher or rank 0 is lost, and other ranks with it")
         return RankLostError(_lost_rank(found, self.rank))
 

@@ -247,6 +247,19 @@ def test_another_launcher_than_torchrun_has_no_store_before_the_process_group() 
     assert process.exitcode == 0
 
 
+def test_a_store_that_is_lost_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting to a port where nobody listens takes 20 s."""
+    monkeypatch.setattr(Watch, "is_lost", False)
+    watch, store = Watch(), mock.Mock()
+    watch._store, watch.size, store.get.side_effect = store, 2, RuntimeError("gone")
+    assert "rank 0 is lost" in str(watch.explain(RuntimeError("Connection reset by peer")))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with mock.patch("dapo_runner.parallel.watch.TCPStore", side_effect=AssertionError):
+        assert Watch().is_first_to_print("a line")
+
+
 def warn(rank: int, folder: Path) -> None:
     share_warnings()
     warnings.simplefilter("always")
