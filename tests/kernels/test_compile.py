@@ -111,13 +111,15 @@ def test_what_varies_from_batch_to_batch_does_not_compile_each() -> None:
     """Ten values of everything that docs/exactness.md promises: after the first eight graphs torch gives up."""
     counting = CompileCounterWithBackend("aot_eager")
 
-    def loss(logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, tau: Tensor, denominator: float) -> Tensor:
-        return dapo_loss(logits, ids, old, advantages, temperature=tau, denominator=denominator).loss
+    def loss(
+        logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, tau: Tensor, n: float
+    ) -> Tensor:
+        return dapo_loss(logits, ids, old, advantages, mask=mask, temperature=tau, denominator=n).loss
 
     run = compiled(loss, counting)
     for i in range(10):
         case = logits_case(vocab=37, lengths=(19 + i,), seed=i)
-        tokens = case.tensors("target_ids", "old_logprobs", "advantages")
+        tokens = case.tensors("target_ids", "old_logprobs", "advantages", "mask")
         args = (case.leaves["logits"], *tokens.values(), torch.tensor(0.5 + i / 8), 50.5 + i)
         torch.testing.assert_close(run(*args), loss(*args), rtol=1e-6, atol=1e-7)
     assert counting.frame_count == 2
