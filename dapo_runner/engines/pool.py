@@ -158,7 +158,8 @@ class ServerPool:
                 await self._update(server)
                 if is_out:
                     await server.ask(self._trial)
-                    server.error = None
+                    if self.transfer.world.is_main or server.version == self.transfer.version:
+                        server.error = None  # else ``follow`` has passed over this server: load the newer weights first
             except (ServerError, ConfigError) as error:  # ConfigError: the key cannot be read
                 self.lose(server, error)
             except Exception as error:  # nothing awaits this task: if it died, calls would wait forever

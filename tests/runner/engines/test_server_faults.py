@@ -22,6 +22,8 @@ from dapo_runner.engines.client import RolloutError, Server
 from dapo_runner.engines.guard import CLAIM
 from dapo_runner.engines.server import ATTEMPTS, TRANSFERS
 from dapo_runner.engines.transfer import FileTransfer
+from dapo_runner.http import run
+from dapo_runner.parallel.world import Layout, World
 from dapo_runner.policy.model import Policy
 from dapo_runner.tiny_model import make_tokenizer
 
@@ -315,6 +317,22 @@ def test_weights_that_are_published_during_the_only_servers_trial_are_sent(fleet
     versions = {span.version for group in found() for one in group for span in one.versions}
     assert 2 in versions <= {1, 2}
     assert synced()
+
+
+def test_another_rank_does_not_use_a_server_with_old_weights_after_its_trial(fleet: Fleet) -> None:
+    """Rank 0 sent newer weights during the trial."""
+    engine = fleet.open(1)
+    engine.transfer.world = World(1, Layout(2))
+    there, go_on = hold_trials(fleet[0])
+    found = in_thread(lambda: engine.generate(FEW))
+    assert there.wait(120)
+    engine.updates, fleet[0].version = 2, f"{engine.token}:2"
+    engine.transfer._published = (fleet[0].version, None)
+    run(engine.pool.follow([fleet[0].url]))
+    go_on.set()
+    wait_until(lambda: not lost(engine))
+    assert engine.pool.ready == engine.pool.present
+    assert len(found()) == len(FEW)
 
 
 def test_a_server_that_is_back_has_to_be_probed_with_the_present_weights(fleet: Fleet, policy: Policy) -> None:
