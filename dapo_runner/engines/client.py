@@ -24,7 +24,7 @@ class ServerError(http.HTTPError):
 
 
 class RefusedError(ServerError):
-    """A server refuses this run: the key is wrong, another run uses it, or it has another model."""
+    """A server refuses this run: the key is wrong, another run uses it, or it has another model or lower limits."""
 
 
 class RolloutError(RunError):

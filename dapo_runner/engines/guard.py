@@ -28,18 +28,25 @@ def model_facts(text_config: Any, dtype: str, float32_logits: bool, batch_invari
     return sizes | {"dtype": dtype, "float32_logits": float32_logits, "batch_invariant": batch_invariant}
 
 
-async def _served_facts(client: Any) -> dict[str, Any]:
-    """Return the facts of vLLM's engine ``client``. The workers report in which dtypes they compute logits."""
+def server_limits(max_model_len: int, max_num_seqs: int, has_priorities: bool) -> dict[str, int]:
+    """Return limits of vLLM that `dapo serve` sets. The server's must be at least those of the run's recipe."""
+    return {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "priorities": int(has_priorities)}
+
+
+async def _served_facts(client: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return facts and limits of vLLM's engine ``client``. The workers report in which dtypes they compute logits."""
     model, heads = client.model_config, await client.collective_rpc("head_dtypes")
     is_wide = {dtype for worker in heads for dtype in worker} == {"torch.float32"}
     is_invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
-    return model_facts(model.hf_text_config, str(model.dtype).removeprefix("torch."), is_wide, is_invariant)
+    facts = model_facts(model.hf_text_config, str(model.dtype).removeprefix("torch."), is_wide, is_invariant)
+    scheduler = client.vllm_config.scheduler_config
+    return facts, server_limits(model.max_model_len, scheduler.max_num_seqs, scheduler.policy == "priority")
 
 
 class Ownership:
     """The run that owns a server, until it releases the server or does not renew its claim for LEASE seconds.
 
-    A claim has the ``token`` of a run, shared by its ranks, its ``owner`` as text, and its ``model_facts``.
+    A claim has the ``token`` of a run, shared by its ranks, its ``owner`` as text, its ``model_facts`` and ``limits``.
     """
 
     def __init__(self) -> None:
@@ -47,10 +54,12 @@ class Ownership:
         self.n_requests = 0  # of the owner, in progress
         self.n_claims = 0
 
-    async def claim(self, claim: dict[str, Any], model: dict[str, Any]) -> str | None:
-        """Assign a server with ``model`` to the run of ``claim``, or return why not. Waits for a killed run's lease."""
+    async def claim(self, claim: dict[str, Any], model: dict[str, Any], limits: dict[str, int]) -> str | None:
+        """Assign a server of these facts to the run of ``claim``, or return why not. Waits for a killed run's lease."""
         if claim["model"] != model:
             return f"model.path and its numerics must match the server's, {model}, got {claim['model']}"
+        if any(limits[name] < needed for name, needed in claim["limits"].items()):
+            return f"limits: expected at least {claim['limits']}, got {limits}. Restart the server with this recipe."
         n_claims = self.n_claims
         while self._belongs_to_another(claim["token"]):
             if self.n_claims != n_claims:  # renewed meanwhile: the owner is alive
@@ -99,7 +108,7 @@ class Guard:
             raise RuntimeError("VLLM_API_KEY: must contain the server's key. Start the server with `dapo serve`.")
         self.wanted = f"Bearer {key}".encode()
         self.ownership = Ownership()
-        self.model: dict[str, Any] | None = None  # the facts of the server's model, from the first claim on
+        self.served: tuple[dict[str, Any], dict[str, int]] | None = None  # ``_served_facts``, from the first claim on
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan" or scope["path"] == "/health":
@@ -110,8 +119,8 @@ class Guard:
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.wanted):
             await _answer(scope, send, 401, "Unauthorized")
         elif path == CLAIM:
-            self.model = self.model or await _served_facts(scope["app"].state.engine_client)
-            reason = await self.ownership.claim(await _read_json(receive), self.model)
+            self.served = self.served or await _served_facts(scope["app"].state.engine_client)
+            reason = await self.ownership.claim(await _read_json(receive), *self.served)
             await _answer(scope, send, 403 if reason else 200, reason)
         elif (reason := self.ownership.refuse(path, token)) or path == RELEASE:
             await _answer(scope, send, 409 if reason else 200, reason)

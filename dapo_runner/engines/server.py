@@ -30,7 +30,7 @@ from dapo_runner import http
 from dapo_runner.config import Config
 from dapo_runner.engines.client import GENERATE, RolloutError, Server, ServerError, server_key
 from dapo_runner.engines.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
-from dapo_runner.engines.guard import model_facts
+from dapo_runner.engines.guard import model_facts, server_limits
 from dapo_runner.engines.nccl import NCCLTransfer
 from dapo_runner.engines.pool import ServerPool, Signal
 from dapo_runner.engines.transfer import FileTransfer, Transfer
@@ -104,7 +104,7 @@ class ServerEngine(RolloutEngine):
         Raises ConfigError if the key cannot be read or weights cannot be sent, RolloutError if no server loads them.
         """
         self.config, self.tokenizer, self.world = config, tokenizer, world
-        settings = config.rollout.server
+        rollout, settings = config.rollout, config.rollout.server
         server_key(settings.urls[0], settings.key_env)
         self.transfer: Transfer = TRANSFERS[settings.transfer](config, world)
         self.token = world.broadcast_from_rank0(lambda: secrets.token_hex(4))  # identifies this run, see ``Ownership``
@@ -121,8 +121,9 @@ class ServerEngine(RolloutEngine):
         self._n_vocabulary: int = text_config.vocab_size
         owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"
         is_wide = config.model.float32_logits or config.model.dtype == "float32"
-        facts = model_facts(text_config, config.model.dtype, is_wide, config.rollout.vllm.batch_invariant)
-        claim = {"token": self.token, "owner": owner, "model": facts}
+        facts = model_facts(text_config, config.model.dtype, is_wide, rollout.vllm.batch_invariant)
+        limits = server_limits(config.longest_sequence, rollout.max_batch_sequences, rollout.max_staleness > 0)
+        claim = {"token": self.token, "owner": owner, "model": facts, "limits": limits}
         short = RolloutRequest(0, Prompt("", (self.stop_ids[0],), "", ""), SamplingParams(max_tokens=1))
         (trial,) = self._bodies([short], None)
         self.pool = ServerPool(settings, self.transfer, claim, trial, note)
@@ -155,7 +156,7 @@ class ServerEngine(RolloutEngine):
         bodies = self._bodies(requests, None)
 
         def ask_all() -> dict[str, Groups]:
-            return self._run(self._ask_each(bodies, requests[0].sampling.n)) or {"": self.generate(requests)}
+            return self._run(self._ask_each(bodies)) or {"": self.generate(requests)}
 
         ready = self.pool.ready
         for server in ready:  # one that fails from here on becomes unprobed again
@@ -260,9 +261,8 @@ class ServerEngine(RolloutEngine):
         pool, version = self.pool, server.version
         call.waiting.remove(index)
         try:
-            answer = await server.ask(call.bodies[index], self.config.rollout.request_timeout)
-            n_samples = call.bodies[index]["sampling_params"]["n"]
-            call.answers[index] = self._checked(server, answer, n_samples, call.oldest)
+            within = self.config.rollout.request_timeout
+            call.answers[index] = await self._ask(server, call.bodies[index], call.oldest, within)
             if call.on_answer is not None:
                 call.on_answer(index)
             pool.answered(server)
@@ -280,21 +280,22 @@ class ServerEngine(RolloutEngine):
                     raise RolloutError(f"rollout: {failed}. The last error: {error}") from error
             call.changed.set()
 
-    async def _ask_each(self, bodies: list[Body], n_samples: int) -> dict[str, Groups]:
+    async def _ask_each(self, bodies: list[Body]) -> dict[str, Groups]:
         found: dict[str, Groups] = {}
 
         async def ask(server: Server) -> None:
             try:
-                answers = await asyncio.gather(*(server.ask(body) for body in bodies))
-                found[server.url] = [self._checked(server, answer, n_samples, self.updates) for answer in answers]
+                found[server.url] = await asyncio.gather(*(self._ask(server, body, self.updates) for body in bodies))
             except ServerError as error:
                 self.pool.lose(server, error)
 
         await asyncio.gather(*map(ask, self.pool.ready))
         return found
 
-    def _checked(self, server: Server, answer: Any, n: int, oldest: int) -> list[Completion]:
-        """Return the ``n`` responses of an answer. Raises ServerError if it is incomplete or from old weights."""
+    async def _ask(self, server: Server, body: Body, oldest: int, within: float | None = None) -> list[Completion]:
+        """Return the responses to ``body``. Raises ServerError if they are incomplete or from old weights."""
+        answer = await server.ask(body, within)
+        n, max_tokens = (body["sampling_params"][name] for name in ("n", "max_tokens"))
         known = {f"{self.token}:{update}": update for update in range(oldest, self.updates + 1)}
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -303,7 +304,10 @@ class ServerEngine(RolloutEngine):
                 raise ValueError(f"weights {', '.join(sorted(map(str, versions)))}, expected {' or '.join(known)}")
             if (indices := [choice["index"] for choice in choices]) != list(range(n)):
                 raise ValueError(f"responses {indices}, expected 0 to {n - 1}")
-            return [self._completion(choice, known) for choice in choices]
+            found = [self._completion(choice, known) for choice in choices]
+            if short := [one.length for one in found if one.truncated and one.length < max_tokens]:
+                raise ValueError(f"responses cut off after {short} tokens, expected {max_tokens}")
+            return found
         except (KeyError, TypeError, ValueError) as error:
             got = http.shorten(f"{type(error).__name__}: {error}")
             raise ServerError(f"{server}{GENERATE}: expected the answer of `vllm serve`, got {got}") from error

@@ -38,6 +38,7 @@ class FakeServer:
     def __init__(self, model: Path, engine: Callable[[], Any] | None = None) -> None:
         """Answer with the transformers engine of ``model``, or with what ``engine`` returns at every start."""
         self.config, self.dtype = AutoConfig.from_pretrained(model), "float32"
+        self.limits: dict[str, int] = {}  # if they are not those of the claim
         if engine is None:
             # Once: transformers changes its classes while it loads, so that two threads must not at the same time.
             weights = load_model(model, ModelConfig(path="x", dtype="float32"), torch.device("cpu"), "sdpa")
@@ -90,7 +91,7 @@ class FakeServer:
             return found
         if path == CLAIM:
             facts = model_facts(self.config, self.dtype, body["model"]["float32_logits"], batch_invariant=False)
-            reason = asyncio.run(self.ownership.claim(body, facts))
+            reason = asyncio.run(self.ownership.claim(body, facts, body["limits"] | self.limits))
             return (403, {"error": reason}) if reason else (200, {})
         if (reason := self.ownership.refuse(path, token)) or path == RELEASE:
             return 409 if reason else 200, {"error": reason}

@@ -30,7 +30,7 @@ from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.engines import guard, pool
 from dapo_runner.engines.client import RolloutError, Server, ServerError
-from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, Guard, Ownership, model_facts
+from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, Guard, Ownership, model_facts, server_limits
 from dapo_runner.engines.receiver import Receiver
 from dapo_runner.http import run
 from dapo_runner.parallel.world import Layout
@@ -172,17 +172,21 @@ def test_what_changes_weights_or_calls_workers_is_owned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "variable", "fits"),
+    ("dtype", "heads", "variable", "limits", "fits"),
     [
-        ("torch.float16", [["torch.float32"], ["torch.float32"]], "1", True),
-        ("torch.bfloat16", [["torch.float32"]], "1", False),
-        ("torch.float16", [["torch.float32"], ["torch.float16"]], "1", False),
-        ("torch.float16", [[]], "1", False),
-        ("torch.float16", [["torch.float32"]], "0", False),
+        ("torch.float16", [["torch.float32"], ["torch.float32"]], "1", (96, 8, "priority"), True),
+        ("torch.float16", [["torch.float32"]], "1", (97, 9, "priority"), True),
+        ("torch.bfloat16", [["torch.float32"]], "1", (96, 8, "priority"), False),
+        ("torch.float16", [["torch.float32"], ["torch.float16"]], "1", (96, 8, "priority"), False),
+        ("torch.float16", [[]], "1", (96, 8, "priority"), False),
+        ("torch.float16", [["torch.float32"]], "0", (96, 8, "priority"), False),
+        ("torch.float16", [["torch.float32"]], "1", (95, 8, "priority"), False),
+        ("torch.float16", [["torch.float32"]], "1", (96, 7, "priority"), False),
+        ("torch.float16", [["torch.float32"]], "1", (96, 8, "fcfs"), False),
     ],
 )
-def test_a_server_with_other_numerics_is_refused(
-    dtype: str, heads: list[list[str]], variable: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_server_with_other_numerics_or_lower_limits_is_refused(
+    dtype: str, heads: list[list[str]], variable: str, limits: Any, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``heads``: what the modules of each worker compute in, whatever the configuration asked for."""
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
@@ -193,11 +197,14 @@ def test_a_server_with_other_numerics_is_refused(
         assert callable(getattr(Receiver, method))
         return heads
 
-    model = SimpleNamespace(hf_text_config=sizes, dtype=dtype, head_dtype="torch.float32")
-    client = SimpleNamespace(model_config=model, collective_rpc=collective_rpc)
+    length, n_sequences, policy = limits
+    model = SimpleNamespace(hf_text_config=sizes, dtype=dtype, head_dtype="torch.float32", max_model_len=length)
+    scheduler = SimpleNamespace(max_num_seqs=n_sequences, policy=policy)
+    vllm_config = SimpleNamespace(scheduler_config=scheduler)
+    client = SimpleNamespace(model_config=model, vllm_config=vllm_config, collective_rpc=collective_rpc)
     app = SimpleNamespace(state=SimpleNamespace(engine_client=client))
     facts = model_facts(sizes, "float16", float32_logits=True, batch_invariant=True)
-    claim = {"token": "a", "owner": "a", "model": facts}
+    claim = {"token": "a", "owner": "a", "model": facts, "limits": server_limits(96, 8, has_priorities=True)}
     sent = through_guard(CLAIM, body=claim, app=app, authorization="Bearer s3cret")
     assert sent[0] == (200 if fits else 403)
 
@@ -230,15 +237,19 @@ def test_a_server_belongs_to_one_run(ends: str, fleet: Fleet, policy: Policy, mo
     assert responses(fleet.open(1).generate(REQUESTS[:2])) == wanted
 
 
+async def claim(ownership: Ownership, name: str) -> str | None:
+    return await ownership.claim({"token": name, "owner": name, "model": {}, "limits": {}}, {}, {})
+
+
 def test_a_request_that_ends_after_its_run_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a request prolongs the claim. That is no sign of life: only claims are."""
     monkeypatch.setattr(guard, "LEASE", 0.05)
-    ownership, model = Ownership(), {"layers": 2}
+    ownership = Ownership()
 
     async def claims() -> list[str | None]:
-        first = await ownership.claim({"token": "a", "owner": "a", "model": model}, model)
+        first = await claim(ownership, "a")
         with ownership.kept():
-            second = asyncio.create_task(ownership.claim({"token": "b", "owner": "b", "model": model}, model))
+            second = asyncio.create_task(claim(ownership, "b"))
             await asyncio.sleep(0.1)  # two leases
             assert ownership.token == "a"
         return [first, await second]
@@ -250,9 +261,9 @@ def test_a_request_that_ends_after_its_run_keeps_nobody_out(monkeypatch: pytest.
 def test_a_late_request_of_the_last_owner_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server may have been silent for longer than the lease between a claim and the request."""
     monkeypatch.setattr(guard, "LEASE", 0.0)
-    ownership, model = Ownership(), {"layers": 2}
+    ownership = Ownership()
     assert ownership.refuse("/pause", "")
-    asyncio.run(ownership.claim({"token": "a", "owner": "a", "model": model}, model))
+    asyncio.run(claim(ownership, "a"))
     assert ownership.refuse("/pause", "a") is None
     assert ownership.refuse("/pause", "b")
     assert ownership.refuse(RELEASE, "a") is None

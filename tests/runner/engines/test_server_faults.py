@@ -87,6 +87,13 @@ def take_old_weights(fleet: Fleet, body: Any) -> Answer:
     return spoil(lambda choice: choice["weight_versions"][0].update(version=older), fleet, body)
 
 
+def cut_off(choice: dict[str, Any]) -> None:
+    """As vLLM does at its own limit, which may be lower than the one of the request."""
+    choice |= {"finish_reason": "length", "token_ids": choice["token_ids"][:1]}
+    choice["logprobs"] = {"content": choice["logprobs"]["content"][:1]}
+    choice["weight_versions"][0]["end"] = 1
+
+
 HEAD = b"HTTP/1.1 200 OK\r\n"
 HUNG = {"answer_within": 2.0}
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
@@ -111,6 +118,7 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "log-probs of no token": (partial(spoil, lambda choice: choice.update(logprobs={"content": []})), {}),
     "no versions": (partial(spoil, lambda choice: choice.update(weight_versions=None)), {}),
     "weights from before the call": (take_old_weights, {}),
+    "cut off": (partial(spoil, cut_off), {}),
     "aborted": (partial(spoil, lambda choice: choice.update(finish_reason="abort")), {}),
     "no tokens": (partial(spoil, lambda choice: choice.update(token_ids=[])), {}),
     "one response twice": (partial(spoil, lambda choice: choice.update(index=0)), {}),
@@ -466,6 +474,15 @@ def test_a_server_in_another_dtype_is_refused(dtype: str, excluded: int, fleet: 
     (server,) = lost(fleet.open(dtype=dtype))
     assert server.url == fleet[excluded].url
     assert dtype in str(server.error)
+
+
+@pytest.mark.parametrize(("limit", "needed"), [("max_model_len", 96), ("max_num_seqs", 8), ("priorities", 1)])
+def test_a_server_with_lower_limits_is_refused(limit: str, needed: int, fleet: Fleet) -> None:
+    """It was started for another recipe, and would end responses early, refuse groups or ignore priorities."""
+    fleet[0].limits, fleet[1].limits = {limit: needed - 1}, {limit: needed}
+    (server,) = lost(fleet.open(ahead=1))
+    assert server.url == fleet[0].url
+    assert f"'{limit}': {needed - 1}" in str(server.error)
 
 
 def test_a_key_that_is_refused_ends_the_run_and_is_not_shown(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,11 @@ from transformers import AutoConfig
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.commands.serve import PROGRAM, server_arguments, server_environment
 from dapo_runner.config import Config, dump_config
+from dapo_runner.config.rollout import CorrectionConfig
 from dapo_runner.engines import pool
 from dapo_runner.engines.client import RefusedError, Server, ServerError, key_file, server_key
 from dapo_runner.engines.engine import Note
-from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, model_facts
+from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, model_facts, server_limits
 from dapo_runner.engines.server import TRANSFERS, ServerEngine
 from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.http import run
@@ -61,10 +62,11 @@ def with_rollout(config: Config, **values: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Under way; the engine waits for it."""
+    """Under way; the engine waits for it. It serves synchronous and asynchronous rollouts."""
     folder = tmp_path_factory.mktemp("serve")
     recipe = folder / "recipe.yaml"
-    recipe.write_text(dump_config(config))
+    ahead = with_rollout(config, max_staleness=1, correction=CorrectionConfig(weights="token"))
+    recipe.write_text(dump_config(ahead))
     with running([sys.executable, "-m", "dapo_runner", "serve", str(recipe)], folder / "log"):
         yield
     assert key_file(config.rollout.server.urls[0]).read_text() not in (folder / "log").read_text()
@@ -215,8 +217,8 @@ def read_metric(config: Config, metric: str) -> float:
 def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> None:
     """A call that is closed leaves the server nothing to do, and it takes new weights right away."""
     notes: list[str] = []
-    engine = open_engine(with_rollout(config, max_batch_sequences=4000), note=notes.append)
-    asked, sampling = prompts()[:4] * 60, SamplingParams(n=1, max_tokens=1000, seed=4)
+    engine = open_engine(note=notes.append)
+    asked, sampling = prompts()[:4] * 60, SamplingParams(n=1, max_tokens=160, seed=4)
     engine.generate(make_requests(asked[:1], replace(sampling, max_tokens=1)))
     notes.clear()  # of a server that was still starting
     n_before = read_metric(config, "request_success_total")
@@ -237,16 +239,20 @@ def test_what_is_not_needed_is_dropped(config: Config, open_engine: Opener) -> N
 def test_the_guard_of_a_real_server(
     config: Config, server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It belongs to one run, with the server's model, until that is killed. Without the key nothing is answered."""
+    """It belongs to one run, with its model and limits, until that is killed. Without the key nothing is answered."""
     (url,), sizes = config.rollout.server.urls, AutoConfig.from_pretrained(config.model.path)
     own = Server(url, config.rollout.server, "another")
     wait_until(lambda: is_healthy(own))
     with pytest.raises(ServerError, match="409"):
         run(own.post("/collective_rpc", {"method": "check_health"}))
     facts = [model_facts(sizes, "float32", is_wide, batch_invariant=False) for is_wide in (False, True)]
-    claims = [{"token": "another", "owner": "the other", "model": model} for model in facts]
+    limits = server_limits(config.longest_sequence, config.rollout.max_batch_sequences, has_priorities=True)
+    claims = [{"token": "another", "owner": "the other", "model": model, "limits": limits} for model in facts]
     with pytest.raises(RefusedError, match=r"model\.path"):
         run(own.post(CLAIM, claims[0]))
+    for name, limit in limits.items():
+        with pytest.raises(RefusedError, match=name):
+            run(own.post(CLAIM, claims[1] | {"limits": limits | {name: limit + 1}}))
     run(own.post(CLAIM, claims[1]))
     run(own.post("/collective_rpc", {"method": "check_health"}))
     with pytest.raises(ServerError, match="the other"):
