@@ -52,13 +52,14 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_free(url: str) -> None:
-    """Raise ConfigError if another process listens on the address. vLLM would notice only after loading the model, or
-    share the port with another vLLM and miss some of the requests.
+    """Raise ConfigError if another process listens on the address. vLLM would notice only after loading the model,
+    which is when it begins to listen: of two servers that are started together the slower one fails then.
     """
     host, port = host_and_port(url) or ("", 0)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listener:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does with names
+        *_, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
+        with socket.socket(family) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen()

@@ -94,12 +94,12 @@ class EvaluationConfig(SamplingConfig):
 class ServerConfig(Section):
     """The server engine: `vllm serve` processes started by `dapo serve`. docs/server.md."""
 
-    urls: Annotated[list[str], Field(min_length=1)] = ["http://localhost:8000"]  # of the servers
+    urls: Annotated[list[str], Field(min_length=1)] = ["http://127.0.0.1:8000"]  # of the servers
     key_env: str | None = None  # the environment variable with their API key; null: the file that `dapo serve` writes
     transfer: Literal["file", "nccl"] = "file"  # how weights are sent; nccl: from GPU to GPU
     folder: Path | None = None  # for file: a folder that trainer and servers share; null: shared memory of this machine
     tensor: PositiveInt = 1  # GPUs that share the weights of one server
-    answer_within: PositiveFloat = 1800.0  # seconds for the responses to one prompt
+    answer_within: PositiveFloat = 1800.0  # seconds for the responses to one prompt, and for the batch before it
     sync_within: PositiveFloat = 600.0  # seconds for a server to load new weights, or to become reachable
 
     @field_validator("urls")
@@ -108,7 +108,9 @@ class ServerConfig(Section):
         for url in urls:
             if host_and_port(url) is None or "@" in url or url.rstrip("/").count("/") > 2:
                 got = "one with an @" if "@" in url else url  # it may hold a password, which must not be printed
-                raise ValueError(f"expected addresses like http://localhost:8000 (a key is set by key_env), got {got}")
+                raise ValueError(f"expected addresses like http://127.0.0.1:8000 (a key is set by key_env), got {got}")
+        # vLLM listens on IPv4, but `localhost` may mean ::1, where another user could listen and get the key.
+        urls = [re.sub(r"(?i)^http://localhost(?=[:/]|$)", "http://127.0.0.1", url) for url in urls]
         if len(set(map(host_and_port, urls))) < len(urls):
             raise ValueError(f"expected each server once, got {', '.join(urls)}")
         return urls

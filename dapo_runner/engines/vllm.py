@@ -256,7 +256,8 @@ def head_dtypes(model: nn.Module) -> set[str]:
 def known_logprobs(values: Sequence[float | None]) -> Tensor:
     """Return vLLM's log-probs of sampled tokens, float32 [N], with NaN for missing ones.
 
-    vLLM returns NaN or +inf for some tokens of probability near 1 (trl#6166); its servers send ``NO_LOGPROB`` or null.
+    vLLM returns NaN or +inf for some tokens of probability near 1 (trl#6166). Its servers send ``NO_LOGPROB`` for NaN,
+    and fail with HTTP 500 for +inf.
     """
     logprobs = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
     return logprobs.where((logprobs > NO_LOGPROB) & (logprobs < torch.inf), torch.nan)
@@ -294,7 +295,7 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
         "max_model_len": config.longest_sequence,
         "max_num_seqs": rollout.max_batch_sequences,
         "logprobs_mode": "processed_logprobs",  # raw ones do not include the temperature
-        "seed": config.run.seed,
+        "seed": config.run.seed % 2**32,  # NumPy takes no larger seed
     }
     if config.loss.routing_replay == "engine":
         arguments["enable_return_routed_experts"] = True

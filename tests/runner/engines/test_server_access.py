@@ -25,7 +25,7 @@ from served import REQUESTS, Fleet, responses, wait_until
 from small import write_recipe
 
 from dapo_runner.cli import main
-from dapo_runner.commands.serve import _model, server_arguments
+from dapo_runner.commands.serve import _check_free, _model, server_arguments
 from dapo_runner.config import ConfigError
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.engines import guard, pool
@@ -102,10 +102,15 @@ def test_a_server_and_its_trainer_share_a_key_without_a_setting(
 
 
 def test_what_a_server_is_started_with(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ["rollout.server.key_env=MY_KEY", "rollout.server.tensor=2", "model.dtype=float32"]
+    settings = [
+        "rollout.server.key_env=MY_KEY",
+        "rollout.server.tensor=2",
+        "model.dtype=float32",
+        f"run.seed={2**32 + 5}",
+    ]
     monkeypatch.setenv("MY_KEY", "s3cret")
     command, environment = started(*settings)
-    flags = ["--host=localhost", "--port=8000", "--dtype=float32", "--tensor-parallel-size=2"]
+    flags = ["--host=127.0.0.1", "--port=8000", "--dtype=float32", "--tensor-parallel-size=2", "--seed=5"]
     assert {f"--model={tmp_path}/runs/small/served-0", "--logprobs-mode=processed_logprobs", *flags} <= {*command}
     assert environment["VLLM_NO_USAGE_STATS"] == "1"  # vLLM would tell its makers
     assert (environment["VLLM_SERVER_DEV_MODE"], environment["VLLM_API_KEY"]) == ("1", "s3cret")
@@ -286,6 +291,27 @@ def test_addresses_that_are_some(tmp_path: Path) -> None:
     config = make_config(rollout={"server": {"urls": ["http://[::1]:8000", "https://a.example/"]}})
     hosts = [server_arguments(config, tmp_path, torch.device("cpu"), url) for url in config.rollout.server.urls]
     assert ["--host=::1" in hosts[0], "--host=a.example" in hosts[1]] == [True, True]
+    for url in ("http://localhost.example:1", "http://localhost-2", "https://localhost"):
+        assert ServerConfig(urls=[url]).urls == [url]
+    found = ServerConfig(urls=["http://localhost:1", "http://LOCALHOST/", "http://localhost:2/"]).urls
+    assert found == ["http://127.0.0.1:1", "http://127.0.0.1/", "http://127.0.0.1:2/"]
+    with refused("urls", ValueError):
+        ServerConfig(urls=["http://localhost:8000", "http://127.0.0.1:8000"])
+
+
+def test_an_address_is_free_if_vllm_can_listen_there(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the IPv4 address of a name, even if its first address is one of IPv6."""
+
+    def resolve(host: str, port: int, family: int = 0, type: int = 0) -> list[Any]:
+        found = {socket.AF_INET6: ("::1", port, 0, 0), socket.AF_INET: ("127.0.0.1", port)}
+        return [(kind, type, 6, "", address) for kind, address in found.items() if family in (0, kind)]
+
+    url = fleet[0].url.replace("127.0.0.1", "gpu-host")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with refused("rollout.server.urls"):
+        _check_free(url)
+    fleet[0].kill()
+    _check_free(url)
 
 
 AHEAD = {"max_staleness": 1, "correction": {"weights": "token"}}
