@@ -199,11 +199,14 @@ def _tables(caller: str, metrics: Any) -> list[dict[str, float]]:
     several = isinstance(metrics, Iterable) and not (isinstance(metrics, Mapping) or hasattr(metrics, "metrics"))
     parts: list[Any] = list(metrics) if several else [metrics]
     for part in parts:
-        wrong = [x for x in part.values() if not isinstance(x, Tensor)] if isinstance(part, Mapping) else [part]
+        if isinstance(part, Mapping):
+            wrong = [f"a mapping to {type(x).__name__}" for x in part.values() if not isinstance(x, Tensor)]
+        else:
+            wrong = [type(part).__name__]
         if wrong:
             raise TypeError(
                 f"{caller}: metrics must be the metrics of a loss (out.metrics), or several of them in a list, got "
-                f"{'' if wrong[0] is part else 'a mapping to '}{type(wrong[0]).__name__}"
+                f"{wrong[0]}"
             )
     return [_on_host(part) for part in parts if part]
 

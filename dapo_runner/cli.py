@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo_runner.commands.output import INTERRUPTED, complain, share_warnings
-from dapo_runner.errors import ConfigError, RunError
+from dapo_runner.errors import ConfigError, RunError, is_ours
 from dapo_runner.interrupt import StepGivenUpError, end_with_parent
 from dapo_runner.preflight.amx import disable_broken_amx
 from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
@@ -158,14 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options, overrides)
     except (BrokenPipeError, SystemExit) as error:  # `dapo show … | head`; rich turns it into SystemExit
-        if not any(isinstance(one, BrokenPipeError) for one in (error, error.__context__)):
+        if not (is_ours(error) if isinstance(error, OSError) else isinstance(error.__context__, BrokenPipeError)):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
-        if again:
+        if options.command in RESUMED:
             complain(f"the output was closed{again}")
-        return RUN_ERROR if again else 0
+        return RUN_ERROR if options.command in RESUMED else 0
     except (ConfigError, RunError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and (error.filename is None or not is_ours(error)):
             raise
         complain(str(error))
         return USER_ERROR if isinstance(error, ConfigError) else RUN_ERROR

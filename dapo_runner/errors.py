@@ -32,6 +32,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def is_ours(error: BaseException) -> bool:
+    """Return whether this package's own code raised an error, itself or by pathlib."""
+    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return Path([name for name in names if "pathlib" not in name][-1]).is_relative_to(Path(__file__).parent)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the type and the message of an error, and the line of the user's code that raised it."""
     frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parent

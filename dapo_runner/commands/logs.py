@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.table import Table
 
@@ -27,15 +28,15 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"RUN: expected one without --html, got {len(options.run)}. Add --html.")
     if not options.max_mb > 0:
         raise ConfigError(f"--max-mb: expected more than 0, got {options.max_mb}")
-    suffixes, out = (".html",) if options.html else (".png", ".pdf", ".svg"), options.out
-    if out is not None and (out.suffix not in suffixes or out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--out: expected a {' or '.join(suffixes)} file in an existing folder, got {out}")
+    formats, out = ["html"] if options.html else FigureCanvasBase.get_supported_filetypes(), options.out
+    if out is not None and (out.suffix.lower()[1:] not in formats or out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out: expected a file ({', '.join(formats)}) in an existing folder, got {out}")
     if options.html:
         print(f"page: {write_page(options.run, out, options.max_mb)}")
         return 0
     (folder,) = options.run
-    _print_time_split(folder / TIMINGS_FILE)
     print(f"picture: {write_report(folder, out)}")
+    _print_time_split(folder / TIMINGS_FILE)
     return 0
 
 

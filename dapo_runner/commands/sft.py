@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.commands.output import print_rows, quiet_libraries
 from dapo_runner.commands.train import check_start
-from dapo_runner.config import SftConfig, apply_overrides, parse, read_recipe
+from dapo_runner.config import ConfigError, SftConfig, apply_overrides, parse, read_recipe
+from dapo_runner.data.reading import missing_data
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.policy.lengths import is_local
 from dapo_runner.policy.model import load_tokenizer
@@ -19,6 +20,8 @@ from dapo_runner.tools.sft.run import plan_updates, sft
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = parse(apply_overrides(read_recipe(options.config), overrides), SftConfig)
+    if (path := recipe.data.eval_path) is not None and (problem := missing_data(path)) is not None:
+        raise ConfigError(f"data.eval_path: {problem}")
     quiet_libraries()
     if options.dry_run:
         check_start(recipe, recipe.training())

@@ -44,14 +44,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_start(recipe: AnyConfig, config: Config) -> None:
-    """Run the preflight checks that need no weights and no lock of the run's folder.
-
-    Args:
-        recipe: The configuration to compare with the run's folder.
-        config: The configuration of its training.
-
-    Raises:
-        ConfigError, CheckpointError: The run could not start.
+    """Run the preflight checks that need no weights and no lock of the run's folder. ``recipe`` is compared with the
+    folder, ``config`` is that of its training. Raises ConfigError, CheckpointError if the run could not start.
     """
     gpus = config.parallel.gpus
     check_needs(config, make_layout(config, gpus, min(gpus, GPUS_OF_A_MACHINE)))

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import ConfigDict, Field, PositiveFloat
+from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat
 
 from dapo_runner.config.section import Check, Int, LocalPath, MayChange, NonNegativeInt, PositiveInt, Section
 from dapo_runner.config.training import ModelConfig, OptimizerConfig, ParallelConfig
 
-RunName = Annotated[str, Field(pattern="[^./][^/]*$")]  # neither empty nor ..
+
+def _check_name(name: str) -> str:
+    if not name.rstrip("/").rpartition("/")[2].strip("."):
+        raise ValueError(f"expected the name of a folder, not . or .., got {name!r}")
+    return name
+
+
+RunName = Annotated[str, AfterValidator(_check_name)]
 
 
 class EarlyStopConfig(Section):

@@ -43,8 +43,8 @@ def read_plain(value: Any) -> Any:
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 Plain = Annotated[Any, BeforeValidator(read_plain)]  # for a setting of any type
 Int = Annotated[int, BeforeValidator(_read_number)]
-PositiveInt = Annotated[Int, Field(gt=0, lt=2**63)]
-NonNegativeInt = Annotated[Int, Field(ge=0, lt=2**63)]
+PositiveInt = Annotated[Int, Field(gt=0, le=2**63 - 1)]
+NonNegativeInt = Annotated[Int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]

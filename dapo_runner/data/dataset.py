@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig, SftDataConfig
-from dapo_runner.data.arithmetic import split_problems
+from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.curriculum import Curriculum
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.data.reasoning_gym import generate_problems
@@ -57,11 +57,11 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
         template, limit = data.prompt_template, config.rollout.max_prompt_tokens
         turns = [(*each.context, ("user", apply_template(template, each.question))) for each in problems]
         rendered = tokenize(turns, tokenizer, data, **arguments)
-        n_empty = sum(not ids for _, ids in rendered) if tokenizer is not None else 0
+        n_empty = 0 if tokenizer is None or is_game else sum(not ids for _, ids in rendered)  # reset adds to a game
         prompts = [
             Prompt(each.key[:16], tuple(ids), text, each.answer, each.source, eval_set, messages, each.row)
             for each, messages, (text, ids) in zip(problems, turns, rendered, strict=True)
-            if len(ids) <= limit and (ids or tokenizer is None)
+            if len(ids) <= limit and (ids or not n_empty)
         ]
         report.update({LONG: len(problems) - len(prompts) - n_empty, EMPTY: n_empty})
         return prompts
@@ -93,11 +93,12 @@ def load_problems(data: DataConfig, report: DataReport, is_game: bool) -> Proble
 
 
 def _generate_arithmetic(data: DataConfig, report: DataReport) -> Problems:
-    made = split_problems(data.arithmetic, data.eval_size)
-    rows = ([(p, {"difficulty": p.digits, "question": p.question}) for p in part] for part in made)
-    train, heldout = ([Problem(p.question, p.answer, "arithmetic", row=row) for p, row in part] for part in rows)
+    def convert(p: ArithmeticProblem) -> Problem:
+        return Problem(p.question, p.answer, "arithmetic", row={"difficulty": p.digits, "question": p.question})
+
+    train, heldout = split_problems(data.arithmetic, data.eval_size)
     report["rows"] = len(train) + len(heldout)
-    return train, {"": heldout}
+    return list(map(convert, train)), {"": list(map(convert, heldout))}
 
 
 def _generate_gym(data: DataConfig, report: DataReport) -> Problems:

@@ -18,9 +18,8 @@ COLUMNS = 3
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Draw the logs of a run into ``out``, by default `report.png` in its folder. Return the path.
-
-    Raises ConfigError without a log, and for an empty log.
+    """Draw the logs of a run into ``out``, by default `report.png` in its folder. Return the path. Raises ConfigError
+    without a log, and for an empty log.
     """
     if not (points := read_curves(run)):
         raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")

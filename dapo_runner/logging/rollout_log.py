@@ -106,7 +106,7 @@ def read_step(path: Path) -> SavedStep:
         header, *groups = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
         return SavedStep(header["step"], header["groups"], groups)
     except Exception as error:  # of many types
-        raise ConfigError(f"{path}: expected the rollouts of a step, got a damaged file: {error}") from error
+        raise ConfigError(f"{path}: expected the rollouts of a step, got an error: {error}") from error
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:

@@ -7,21 +7,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 
 from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_runner.config import Config, ConfigError, ModelConfig
+from dapo_runner.errors import describe_error
 
 
 def check_lengths(config: Config, source: str | Path, *, download: bool) -> None:
-    """Check the longest prompt and response of a run against each of its models.
-
-    Args:
-        source: the policy, a folder or a name on the hub.
-        download: whether configurations may be downloaded. Else each that is not on this machine is a printed line.
-
-    Raises:
-        ConfigError: they are longer than a model or the engine supports, or a configuration cannot be loaded.
+    """Check the longest prompt and response of a run against each of its models; ``source`` is the policy. Without
+    ``download`` each configuration that is not on this machine is a printed line. Raises ConfigError, also if a
+    configuration cannot be loaded.
     """
     critic = None if config.critic is None else config.critic.path
     reference = "loss.reference" if config.distillation is None else "distillation.teacher"
@@ -75,8 +72,10 @@ def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
     """Convert an error of transformers to a ConfigError with one line. A damaged file raises errors of any type."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        reason = " ".join(describe_error(error).split())
         raise ConfigError(f"{key}: expected {what} that can be loaded, got {str(path)!r}: {reason}") from error
 
 

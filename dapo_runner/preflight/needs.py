@@ -49,7 +49,7 @@ def check_needs(config: Config, layout: Layout = SINGLE_PROCESS.layout) -> None:
             f"until servers have answered and taken new weights, got {timeout:g}"
         )
     if missing:
-        raise ConfigError("\n".join(missing))
+        raise ConfigError("\n".join(dict.fromkeys(missing)))  # two checks may lack the same device
 
 
 def heads_that_do_not_divide(config: Config, layout: Layout) -> Iterator[str]:

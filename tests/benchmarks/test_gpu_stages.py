@@ -156,10 +156,13 @@ def test_a_call_has_less_room_beside_a_larger_checkout(tmp_path: Path) -> None:
         (tmp_path / name).write_text("ignored\n" * (size // 8))
     assert empty - BUNDLE["room"](tmp_path) == 1008
     assert empty == 60 * 2**20
-    (tmp_path / "a.whl").write_bytes(bytes(9))
-    (tmp_path / "b.whl").write_bytes(bytes(9))
+    small, large = [tmp_path / "a.whl", tmp_path / "b.whl"], tmp_path / "c.whl"
+    for path, size in zip([*small, large], (9, 9, 25), strict=True):
+        path.write_bytes(bytes(size))
     with pytest.raises(SystemExit, match="part 1"):
-        BUNDLE["split"]([tmp_path / "a.whl", tmp_path / "b.whl"], tmp_path / "parts", limit=18)
+        BUNDLE["split"](small, tmp_path / "parts", limit=18)
+    assert BUNDLE["split"]([*small, large], tmp_path / "parts", limit=40) == [18, 22, 3]
+    assert {path.name for path in (tmp_path / "parts" / "1").iterdir()} == {"a.whl", "b.whl"}
 
 
 def test_the_recipe_of_the_runner_is_valid(tmp_path: Path) -> None:
@@ -226,6 +229,7 @@ def test_an_install_that_fails_leaves_a_log_and_the_stages_go_on(tmp_path: Path)
     assert max(pieces) <= 50 - small == 42
     assert len(pieces) > 10  # so that their names do not sort as numbers do
     (wheels / "1" / "lost-1.0-py3-none-any.whl.2of2").write_bytes(b"half")
+    (wheels / "1" / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
     too_little = {"BENCHMARK_REHEARSAL": "1", "BUDGET_S": "1"}  # for any stage
     done = call_script(**too_little, RESULTS=str(results), OUT=str(tmp_path), WHEELS=str(wheels))
     assert done.returncode == 0, done.stderr
@@ -233,5 +237,6 @@ def test_an_install_that_fails_leaves_a_log_and_the_stages_go_on(tmp_path: Path)
     log = (results / "gpu-0-setup.txt").read_text()
     assert "lacks parts of lost" in log
     assert "small" in log
+    assert "broken" in log
     assert name not in log
     assert (tmp_path / "gpu-results.tar.gz").exists()

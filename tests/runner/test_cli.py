@@ -114,6 +114,7 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ("train RECIPE reward.kind=math:sqr", "reward.kind: (did you mean sqrt?)"),
         ("train RECIPE run.device=cuda:99", "run.device"),
         ("train RECIPE run.device=gpu", "run.device"),
+        ("train RECIPE loss.objective=math:sqrt run.device=cuda:99", "run.device"),
         ("train RECIPE run.device=meta", "run.device"),
         ("train RECIPE run.form=x@1", "run.form: 'from'"),
         ("train RECIPE parallel.gpus=4 parallel.sequence=4 --dry-run", "parallel.sequence"),  # it has two heads
@@ -187,6 +188,9 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
     shares = [float(share) for share in re.findall(r"([\d.]+) ?%", out)]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    dapo("report", run, "--out", tmp_path / "p.SVG")
+    assert b"<svg" in (tmp_path / "p.SVG").read_bytes()
+    dapo("report", run, "--out", tmp_path / "p.jpg")
     for out in ("p.png/q.png", "p.no-such-format", "p"):
         dapo.refuses("--out", "report", run, "--out", tmp_path / out)
 
@@ -273,13 +277,35 @@ def test_an_output_that_is_closed_stops_only_a_run(
 ) -> None:
     """As by `| head -1`. A run says so, since nothing else would."""
     monkeypatch.setattr("dapo_runner.commands.train.train", lambda config: Console().print("step 1"))
-    for arguments, code in ((["show", run], 0), (["report", run], 0), (["train", write_recipe(tmp_path)], 1)):
+    recipe, picture, figures = write_recipe(tmp_path), tmp_path / "p.png", tmp_path / "figures.json"
+    cases: dict[int, list[list[object]]] = {
+        0: [["show", run], ["report", run, "--out", picture], ["eval", run, "--json", figures]],
+        1: [["train", recipe], ["train", recipe, "--dry-run"]],
+    }
+    for code, arguments in ((code, arguments) for code, several in cases.items() for arguments in several):
         reading, writing = os.pipe()
         os.close(reading)
         with monkeypatch.context() as patch, os.fdopen(writing, "w", buffering=1) as closed:
             patch.setattr(sys, "stdout", closed)
             dapo(*arguments, code=code)
-        assert ("again to resume" in dapo.err, dapo.err.count("\n")) == (code == 1, code)
+        is_resumed = code == 1 and "--dry-run" not in arguments
+        assert ("again to resume" in dapo.err, dapo.err.count("\n")) == (is_resumed, code)
+    assert picture.exists()
+    assert json.loads(figures.read_text())["model"]
+
+
+@pytest.mark.parametrize("name", ["absent", None])
+def test_a_file_or_a_pipe_of_a_library_keeps_its_traceback(
+    name: str | None, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the file of a command, nor its output: Triton, for example, calls /sbin/ldconfig."""
+
+    def fail(*_: object) -> None:
+        raise FileNotFoundError(2, "none", name) if name else BrokenPipeError
+
+    monkeypatch.setattr("dapo_runner.commands.train.train", fail)
+    with pytest.raises(FileNotFoundError if name else BrokenPipeError):
+        dapo("train", write_recipe(tmp_path))
 
 
 def test_modules_and_functions_that_fail_are_one_line(

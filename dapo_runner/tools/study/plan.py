@@ -59,9 +59,9 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
 
     Raises ConfigError that names the variant.
     """
-    given = (study.overrides, *(variant.overrides for variant in study.variants))
-    if taken := [key for overrides in given for key in flatten(overrides) if key in OF_STUDY]:
-        raise ConfigError(f"overrides: expected no {taken[0]}. Set the study's own seeds, name, output_dir or threads.")
+    given = [("overrides", study.overrides), *((variant.name, variant.overrides) for variant in study.variants)]
+    if taken := [f"{name}: expected no {key}" for name, keys in given for key in flatten(keys) if key in OF_STUDY]:
+        raise ConfigError(f"{taken[0]}. Set the study's own seeds, name, output_dir or threads.")
     raw, runs = lay_settings(read_recipe(base), study.overrides), []
     for seed in study.seeds:
         for variant in study.variants:

@@ -69,7 +69,7 @@ class Result:
             values = dict(zip(values, (accuracy[0], half, accuracy[-1], interpolated), strict=True))
         for name, key in MEANS.items():
             _, logged = self.series(key, "step")
-            n = min(TAIL, (len(logged) + 1) // 2)
+            n = min(TAIL, max(1, len(logged) // 2))
             values[f"{name}_first"] = fmean(logged[:n]) if logged else None
             values[f"{name}_last"] = fmean(logged[-n:]) if logged else None
         return values | {"steps" if axis == "step" else axis: self.total(axis) for axis in self.axes}

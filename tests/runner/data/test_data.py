@@ -358,6 +358,8 @@ def test_a_prompt_without_tokens_is_left_out(tmp_path: Path) -> None:
     assert [prompt.text for prompt in dataset.train] == ["a"]
     assert dataset.report["without tokens"] == 1
     assert len(load_data(config, None).train) == 2  # unknown without a tokenizer
+    game = config.model_copy(update={"env": EnvironmentConfig(kind=f"{__name__}:Game")})
+    assert len(load_data(game, StrictTokenizer()).train) == 2  # it adds what its reset says
 
 
 # The order of prompts

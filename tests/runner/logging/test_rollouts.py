@@ -78,6 +78,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=path.name):
             read_step(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"{path.name}: .* got an error: \[Errno 2\]"):
+        read_step(path)
 
 
 def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from transformers import (
 from dapo_runner.config import LoraConfig, ModelConfig
 from dapo_runner.policy import attention, model
 from dapo_runner.policy.attention import MAX_PADDING, SHORT, choose_kernel, plan_packing
+from dapo_runner.policy.lengths import loading
 from dapo_runner.policy.model import Policy, load_model, load_policy, load_tokenizer, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
 from dapo_runner.preflight.memory import model_values
@@ -386,3 +387,11 @@ def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_fo
     with refused("model.path", parts=[str(folder)]) as caught:
         reads[name]()
     assert "\n" not in str(caught.value)
+
+
+def test_a_failure_of_a_models_own_code_names_its_line_and_a_lack_of_memory_is_no_failure_of_its_folder() -> None:
+    with refused("model.path", parts=["two lines", f"({Path(__file__).name}:"]), loading("model.path", "a model", "m"):
+        raise ValueError("two\nlines")
+    for error in (MemoryError, torch.OutOfMemoryError):
+        with pytest.raises(error), loading("model.path", "a model", "m"):
+            raise error

@@ -117,7 +117,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
         ("data: {max_tokens: 2}", "data.path", "data.max_tokens"),
         ("data: {eval_size: 0, chat_template: always}", "data.chat_template", "'always'"),
         ("data: {path: no.jsonl}", "data.path", "no.jsonl"),
-        ("data: {eval_path: no.jsonl}", "no.jsonl", "expected a file"),
+        ("data: {eval_path: no.jsonl}", "data.eval_path", "no.jsonl"),
         ("model: {path: null, tiny: {}}", "model.path", "null"),
         ("optimizer: {warmup_steps: 12}", "optimizer.warmup_steps", "12"),
         ("optimizer: {token_budget: 30}", "optimizer.token_budget", "31"),

@@ -102,7 +102,7 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
         ("{start: per_seed, variants: [{name: a, overrides: {model.tiny.layers: 1}}]}", "a: model.tiny.layers"),
         ("entropy_fit: [x]", "entropy_fit"),
         ("overrides: {run.threads: 2}", "overrides: run.threads"),
-        ("variants: [{name: a, overrides: {run: {seed: 3}}}]", "overrides: run.seed"),
+        ("variants: [{name: a, overrides: {run: {seed: 3}}}]", "a: run.seed"),
         ("variants: [{name: ..}]", "variants.0.name"),
         ("{start: per_seed, overrides: {model: {tiny: null, path: m}}}", "start"),
         ("variants: [{name: a, overrides: {reward.kind: 'not_there:score'}}]", "reward.kind"),
@@ -161,6 +161,10 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
     assert "](f.png)" in page
     assert (tmp_path / "s/f.png").stat().st_size > 10_000
     runs_of_page = json.loads((tmp_path / "s/study.json").read_text())
+    odd = {"train/entropy": ([1, 2, 3, 4, 5], [1.0, 2.0, 9.0, 4.0, 6.0])}  # no step is in both means
+    axes = results[0].axes | {"step": {step: step for step in range(6)}}
+    values = replace(results[0], points=results[0].points | odd, axes=axes).values(400)
+    assert (values["entropy_first"], values["entropy_last"]) == (1.5, 5.0)
     ends = replace(results[0], points=results[0].points | {results[0].metric: ([0, 4], [0.2, 0.6])}).values(400)
     assert (ends["before"], ends["half"], ends["after"]) == (0.2, None, 0.6)
     fewer = replace(results[0], axes=results[0].axes | {"updates": {0: 0, 4: 7}})
