@@ -23,6 +23,9 @@ MATH_WINDOW = 2000  # characters at the end of a response that `math` reads
 SHOWN = 200  # characters of an extracted answer in a verdict
 ANSWER_WINDOW = 10_000  # characters at the end of a response that `reasoning_gym` reads
 ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+# What may begin a number in groups of three digits: no index, exponent or argument. `(1,\!200)` may be two numbers.
+START = r"(?<![\w.^}])(?<!(?:frac|sqrt) )(?:(?<![(\[,!])(?<!\\\{)|(?=\d+\\))[1-9]\d{0,2}"
+GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)")
 FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 SCORE_SECONDS = 3600  # of CPU time; the deadline of a request is much shorter
@@ -45,23 +48,25 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
     def read(text: str, *formats: Any) -> Any:
         return parse(plain_numbers(text), list(formats), parsing_timeout=None, raise_on_error=True)
 
-    latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
-    if not (gold := read(rf"\boxed{{{answer}}}", latex)):
+    if not (gold := read(rf"\boxed{{{answer}}}", LatexExtractionConfig())):
         raise ValueError("no mathematics in the ground truth")
-    before, box, after = text[-MATH_WINDOW:].rpartition(r"\boxed")
+    tail = text[-MATH_WINDOW:]
+    before, box, after = tail.rpartition(r"\boxed")
     earlier, _, paragraph = before.rpartition("\n\n")
-    # math_verify may take several boxes together, as a set. Only boxes of the last paragraph with a box count.
-    if not (found := read((paragraph if r"\boxed" in earlier else before) + box + after, latex, plain)):
-        return verdict("none")
-    if values:
-        found = [found[0].subs({x: values[x.name] for x in found[0].free_symbols if x.name in values})]
-    correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
-    return verdict("math-verify", str(found[0])[:SHOWN], correct)
+    result = verdict("none")
+    # math_verify may take several boxes together, as a set. Those of the last paragraph may correct earlier ones.
+    for part in (paragraph + box + after, tail) if r"\boxed" in earlier else (tail,):
+        if not result["correct"] and (found := read(part, LatexExtractionConfig(), ExprExtractionConfig())):
+            if values:
+                found = [found[0].subs({x: values[x.name] for x in found[0].free_symbols if x.name in values})]
+            correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
+            result = verdict("math-verify", str(found[0])[:SHOWN], correct)
+    return result
 
 
 def plain_numbers(text: str) -> str:
     r"""Write all minus signs as `-`, and `1{,}234`, `1,\!234` and `1\,234` as `1234`."""
-    return re.sub(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;:! ])(?=[0-9]{3}(?![0-9]))", "", re.sub("[−﹣－]", "-", text))
+    return GROUPED.sub(lambda found: re.sub("[^0-9]", "", found[0]), re.sub("[−﹣－]", "-", text))
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:

@@ -73,6 +73,7 @@ READ = [  # rule, response, what it extracts, where
     ("integer", "10 -3", "-3", "last-integer"),
     ("integer", "7 or 1/2", "7", "last-integer"),
     ("integer", r"\boxed{1,\!234}", "1234", "last-integer"),
+    ("integer", r"a_1\;100", "100", "last-integer"),
     ("integer", "1234,567", None, "none"),
     ("integer", "3.5", None, "none"),
     ("choice", "Answer: A\nNo.\nAnswer: (B)", "B", "answer-line"),
