@@ -42,7 +42,7 @@ _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _ONE = r"\s*(?:\{\s*([A-Za-z])\s*\}|([A-Za-z]))"  # a letter as argument of a command
 _FACTOR = re.compile(rf"\\pi|\\sqrt(?:\[([2-9])\])?{_ONE}")
-_FRACTION = re.compile(rf"\\[dt]?frac\s*(?:\{{([A-Za-z\d\s+-]+)\}}|([A-Za-z])){_ONE}|\b([A-Za-z]) ?/ ?([A-Za-z])\b")
+_FRACTION = re.compile(rf"\\[dt]?frac\s*(?:\{{([A-Za-z\d\s+-]+)\}}|([A-Za-z])){_ONE}|\b([A-Za-z])\s*/\s*([A-Za-z])\b")
 
 
 class RejectedError(ValueError):
@@ -125,10 +125,10 @@ def _letters(latex: str) -> set[str]:
 
 def _has_other_values(form: str, values: Mapping[str, int]) -> bool:
     """Return whether other integers fit the form. Only roots of a letter and fractions over a letter are examined."""
-    for numerator, q in (filter(None, found) for found in _FRACTION.findall(_FACTOR.sub("1", form))):
-        terms = re.findall(r"[^\s+-][^+-]*", numerator)
-        factors = (prod(values.get(letter, 1) for letter in _letters(term)) for term in terms)
-        if values.get(q, 1) < 0 or gcd(values.get(q, 1), *factors) > 1:
+    for groups in _FRACTION.findall(_FACTOR.sub("1", form)):
+        numerator, letter = filter(None, groups)
+        q, terms = values.get(letter, 1), re.findall(r"[^\s+-][^+-]*", numerator)
+        if q < 0 or gcd(q, *(prod(values.get(factor, 1) for factor in _letters(term)) for term in terms)) > 1:
             return True
     roots = [(int(degree or 2), abs(values.get(a or b, 1))) for degree, a, b in _FACTOR.findall(form)]
     return any(n % root**degree == 0 for degree, n in roots for root in range(2, min(isqrt(n), 10**4) + 1))

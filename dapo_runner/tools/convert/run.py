@@ -89,7 +89,7 @@ def _settle_all(problems: Mapping[str, Problem], config: ConvertConfig) -> Itera
         found = map_in_threads(lambda key: _ask(config, problems[key]), batch, config.concurrency)
         replies = {key: reply for key, reply in zip(batch, found, strict=True) if not isinstance(reply, HTTPError)}
         yield {key: _settle(problems[key], reply, config) for key, reply in replies.items()}
-        for error in (reply for reply in found if isinstance(reply, HTTPError)):
+        if error := next((reply for reply in found if isinstance(reply, HTTPError)), None):
             raise error
 
 

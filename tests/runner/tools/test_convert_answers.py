@@ -107,6 +107,7 @@ def test_what_is_rejected(changed: dict[str, str]) -> None:
     [
         (r"\frac12", r"\frac{p}{q}", {"p": 2, "q": 4}),
         (r"\frac12", "p/q", {"p": 2, "q": 4}),
+        (r"\frac12", "p  /  q", {"p": 2, "q": 4}),
         (r"-\frac34", r"\frac pq", {"p": 3, "q": -4}),
         (r"\frac{\sqrt3}{2}", r"\frac{k\sqrt{m}}{n}", {"k": 2, "m": 3, "n": 4}),
         (r"\frac{1-\sqrt5}{2}", r"\dfrac{ -k\sqrt{m} + p }{ q }", {"p": 2, "k": 2, "m": 5, "q": 4}),
