@@ -40,7 +40,7 @@ def _arguments(
         columns["environments"] = [completion.environment for completion in completions]
     if not chat:
         return columns | {"prompts": [p.text for p in prompts], "completions": [c.text for c in completions]}
-    asked = [prompt.messages for prompt in prompts]
+    columns["prompts"] = [[{"role": role, "content": text} for role, text in prompt.messages] for prompt in prompts]
     said = [completion.messages or (("assistant", completion.text),) for completion in completions]
-    chats = [[[{"role": role, "content": content} for role, content in one] for one in each] for each in (asked, said)]
-    return columns | dict(zip(("prompts", "completions"), chats, strict=True))
+    columns["completions"] = [[{"role": role, "content": text} for role, text in messages] for messages in said]
+    return columns

@@ -136,7 +136,8 @@ class EpisodeRunner:
             truth = {"answer": prompt.answer} if prompt.answer and not isinstance(environment, ToolEnvironment) else {}
             row = deepcopy({"answer": prompt.answer, **prompt.row, **truth})
             text = _checked(str | None, environment.reset(row), "a text or None from reset") or ""
-            said, write = tuple[Message, ...](), partial(self.template.open_episode, prompt.messages, text)
+            said: tuple[Message, ...] = ()  # by the environment, after the first turn
+            write = partial(self.template.open_episode, prompt.messages, text)
             for number in range(self.config.max_turns):
                 tokens = self._tokenize(text, write, limit, is_result=number > 0 and bool(self.template.tools))
                 room = limit - episode.length - len(tokens)
@@ -162,14 +163,13 @@ class EpisodeRunner:
         finally:
             with suppress(Exception) if sys.exc_info()[0] else nullcontext():  # the first error is the one to name
                 getattr(environment, "close", lambda: None)()
-        last = episode.turns[-1]
-        last = last._replace(finish_reason=end, reward=last.reward if reward is None else reward + (last.reward or 0.0))
-        turns = (*episode.turns[:-1], last)
+        *turns, last = episode.turns
+        total = last.reward if reward is None else reward + (last.reward or 0.0)
         episode = replace(
             episode,
             finish_reason="length" if end == "length" else "stop",
-            loss_mask=torch.cat([torch.full((turn.end - turn.start,), turn.role == "assistant") for turn in turns]),
-            turns=turns,
+            loss_mask=torch.cat([torch.full((one.end - one.start,), one.role == "assistant") for one in episode.turns]),
+            turns=(*turns, last._replace(finish_reason=end, reward=total)),
             environment=environment.state if isinstance(environment, ToolEnvironment) else environment,
         )
         return episode, counts
@@ -200,10 +200,10 @@ class EpisodeRunner:
         """Return an episode with ``tokens`` of the environment and a turn of the policy behind them."""
         n, turns, messages = len(tokens), list(episode.turns), (*episode.messages, *turn.messages)
         versions = tuple(span._replace(length=n) for span in turn.versions[:1] if n)
-        said = replace(begin(torch.tensor(tokens).long()), logprobs=torch.full((n,), torch.nan), versions=versions)
-        for part in (said, turn) if tokens else (turn,):
+        reply = replace(begin(torch.tensor(tokens).long()), logprobs=torch.full((n,), torch.nan), versions=versions)
+        for part in (reply, turn) if tokens else (turn,):
             extent = episode.length, episode.length + part.length, self.decode(part.token_ids.tolist())
-            turns.append(Turn("environment" if part is said else "assistant", *extent))
+            turns.append(Turn("environment" if part is reply else "assistant", *extent))
             episode = replace(join(episode, part), versions=(*episode.versions, *part.versions))
         turns[-1] = turns[-1]._replace(finish_reason="stop", reward=reward)
         return replace(episode, turns=tuple(turns), messages=messages)

@@ -148,7 +148,7 @@ def test_an_episode_is_the_conversation_in_the_tokens_that_were_sampled() -> Non
     assert [span.version for span in first.versions] == [1, 1, 2, 2, 3, 3]
     assert sum(span.length for span in first.versions) == len(first.support.counts) == first.length
     assert {name: n for name, n in runner.take_counts().items() if n} == {"episodes": 2, "turns": 6}
-    runner.uncounted()(engine, make_requests([prompt], SAMPLING))
+    runner.uncounted()(engine, make_requests([prompt], SAMPLING), None)
     assert not any(runner.take_counts().values())
 
 
