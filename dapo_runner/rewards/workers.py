@@ -177,7 +177,9 @@ class CodeRule(WorkerRule):
 
     def judge_one(self, text: str, answer: str) -> Verdict:
         blocks = {bool(language): code for language, code in FENCED.findall(text) if language.lower() in _PYTHON}
-        program, tests = textwrap.dedent(blocks.get(True, blocks.get(False, text))), read_tests(answer)
+        program, tests = blocks.get(True, blocks.get(False, text)), read_tests(answer)
+        if program.lstrip("\n").startswith((" ", "\t")):  # in a list; elsewhere dedent would change texts in it
+            program = textwrap.dedent(program)
         if isinstance(tests, str):
             token = secrets.token_hex(16)
             written, _ = self._run(program=program, tests=tests, token=token)

@@ -91,6 +91,7 @@ PROGRAMS = [
     (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
     (f"```bash\nls\n```\nNow\n```Python3\r\n{HONEST}\n```\nprints\n```\n3\n```\nor\n```c++ -O\n4\n```", TESTS, True),
     (f"1. So:\n   ```python\n   {HONEST}\n   ```", TESTS, True),
+    (HONEST + "\ns = '''a\n   \nb'''", "assert len(s) == 7", True),
     ("def f(x: return", TESTS, False),
     (f"{DATACLASS}\ndef f(x): return x + A().x", TESTS, True),
     (f"{THREAD}\ndef f(x): return x + r[0]", TESTS, True),
