@@ -280,9 +280,13 @@ def index_page() -> str:
     return re.sub(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)", path_for_link, text)
 
 
+PACKAGES = find_packages(include=["dapo_kernels*", "dapo_runner*"])
+# An editable installation finds recipes/ in the checkout. With a folder of its own for a package, setuptools would
+# install an import hook instead of the checkout's path, and type checkers would not find the packages.
+EDITABLE = "editable_wheel" in sys.argv
 PYTHON_FILES = {
-    "packages": [*find_packages(include=["dapo_kernels*", "dapo_runner*"]), "dapo_runner.recipes"],
-    "package_dir": {"dapo_runner.recipes": "recipes"},
+    "packages": PACKAGES if EDITABLE else [*PACKAGES, "dapo_runner.recipes"],
+    "package_dir": {"": "."} if EDITABLE else {"dapo_runner.recipes": "recipes"},
     "package_data": {
         "dapo_kernels": ["py.typed"],
         "dapo_runner": ["py.typed"],

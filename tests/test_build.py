@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_the_cluster_kernel_compiles_for_later_gpus(setup_py: dict[str, Any], tm
 def test_the_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:
     result = build(tmp_path, CXX="/nowhere/g++", DAPO_KERNELS_CPP="0")
     assert result.returncode == 0, result.stderr
+    assert "is absent from the `packages`" not in result.stderr
     assert not list(tmp_path.rglob("_C*.so"))
     (losses,) = tmp_path.rglob("dapo_kernels/losses.py")
     built = losses.parent.parent
@@ -124,6 +126,18 @@ def test_the_pure_torch_package_needs_no_compiler(tmp_path: Path) -> None:
     assert recipes[0] == recipes[1] != {}
     page = built / "dapo_runner" / "tools" / "page"
     assert {path.suffix for path in page.glob("page.*")} == {".html", ".css", ".js"}
+
+
+def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:
+    """Type checkers do not run an import hook."""
+    command = ["egg_info", "--egg-base", str(tmp_path), "editable_wheel", "--dist-dir", str(tmp_path)]
+    environment = os.environ | {"DAPO_KERNELS_CPP": "0"}
+    whole = [sys.executable, "setup.py", "-q", *command]
+    subprocess.run(whole, cwd=ROOT, env=environment, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [archive.read(name).decode() for name in archive.namelist() if ".dist-info" not in name]
+    assert path.strip() == str(ROOT)
 
 
 def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
