@@ -109,7 +109,7 @@ async def request(
             return await _read_answer(response, key, max_bytes)
     except aiohttp.ConnectionTimeoutError:
         raise HTTPError(f"{url}: no connection within {timeout.sock_connect:g} s", None, CONNECT_WITHIN) from None
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise HTTPError(f"{url}: no answer within {within or 0:g} s", None, within or 0.0) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise HTTPError(f"{url}: {shorten(f'{type(error).__name__}: {error}', key)}") from None

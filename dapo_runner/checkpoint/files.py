@@ -168,11 +168,8 @@ def _move_into_place(unfinished: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def force_to_disk(path: Path) -> None:

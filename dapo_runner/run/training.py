@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch.distributed.checkpoint.stateful import Stateful
-from typing_extensions import Self
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
