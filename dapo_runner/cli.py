@@ -8,7 +8,6 @@ import argparse
 import ctypes
 import gc
 import importlib
-import importlib.metadata
 import os
 import platform
 import sys
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 from dapo_runner.commands.output import INTERRUPTED, complain, share_warnings
 from dapo_runner.errors import ConfigError, RunError, is_ours
 from dapo_runner.interrupt import StepGivenUpError, end_with_parent
+from dapo_runner.packages import RUNNER_EXTRA, missing_for_runner, version
 from dapo_runner.preflight.amx import disable_broken_amx
-from dapo_runner.preflight.packages import RUNNER_EXTRA, missing_for_runner
 
 RUN_ERROR, USER_ERROR = 1, 2
 WITHOUT_RUNNER = ("doctor", "recipes")
@@ -186,7 +185,7 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dapo", description="Train language models with DAPO.", allow_abbrev=False)
-    parser.add_argument(*VERSION[0], **VERSION[1], version=importlib.metadata.version("dapo-kernels"))
+    parser.add_argument(*VERSION[0], **VERSION[1], version=version("dapo-kernels") or "not installed")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, described in COMMANDS.items():
         added = commands.add_parser(name, help=described.help, allow_abbrev=False)

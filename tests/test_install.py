@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ import pytest
 import dapo_kernels
 import dapo_runner
 from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported, require
-from dapo_runner.preflight.packages import RUNNER
+from dapo_runner.commands.doctor import OPTIONAL
+from dapo_runner.packages import RUNNER
 
-tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
@@ -45,10 +46,10 @@ def fresh(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
 
 
 def dapo_without_extras(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the `dapo` command as `pip install dapo-kernels` leaves it."""
-    absent = [name for name, _ in RUNNER]
+    """Run the `dapo` command in a checkout that is not installed, without a package of an extra."""
+    absent = [requirement.partition(">=")[0] for requirement, _ in RUNNER]
     modules = ["yaml" if name == "pyyaml" else name for name in absent] + ["numpy", "tokenizers", "huggingface_hub"]
-    return fresh(WITHOUT_EXTRAS.format(absent=absent, modules=modules, arguments=list(arguments)))
+    return fresh(WITHOUT_EXTRAS.format(absent=[*absent, "dapo-kernels"], modules=modules, arguments=list(arguments)))
 
 
 def test_linters_check_for_the_oldest_python() -> None:
@@ -99,12 +100,14 @@ def test_a_command_that_needs_more_names_the_extra(arguments: list[str]) -> None
     done = dapo_without_extras(*arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "transformers, datasets, pydantic" in done.stderr
+    assert "transformers>=5.0, datasets>=4.0, pydantic>=" in done.stderr
     assert "pip install 'dapo-kernels[runner]'" in done.stderr
 
 
 def test_the_extras_bring_what_is_looked_for_and_supported() -> None:
-    assert [name for name, _ in RUNNER] == [requirement.partition(">=")[0] for requirement in EXTRAS["runner"]]
+    assert [requirement for requirement, _ in RUNNER] == EXTRAS["runner"]
+    known = {requirement for requirements in EXTRAS.values() for requirement in requirements}
+    assert {requirement for requirement, _ in OPTIONAL} - known == {"flash-attn"}
     for extra, supported in (("trl", TRL), ("verl", VERL), ("vllm", VLLM)):
         requirements = [requirement.partition(";")[0] for requirement in EXTRAS[extra]]
         assert [one.requirement for one in supported] == requirements

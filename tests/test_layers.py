@@ -19,7 +19,7 @@ LAYERS = (
     ("dapo_kernels.losses", "dapo_kernels.logprobs", "dapo_kernels.preference", "dapo_kernels.distillation"),
     ("dapo_kernels",),
     ("dapo_kernels.integrations",),
-    ("dapo_runner.errors",),
+    ("dapo_runner.errors", "dapo_runner.packages"),
     ("dapo_runner.plugins", "dapo_runner.files", "dapo_runner.http", "dapo_runner.threads"),
     ("dapo_runner.types", "dapo_runner.timing", "dapo_runner.interrupt"),
     ("dapo_runner.config",),

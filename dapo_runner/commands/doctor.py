@@ -13,8 +13,8 @@ import torch
 
 from dapo_kernels.backends import available_backends, cuda_build, describe_default
 from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported
+from dapo_runner.packages import ACCELERATE, PEFT, RUNNER, RUNNER_EXTRA, meets, version
 from dapo_runner.preflight.amx import disable_broken_amx
-from dapo_runner.preflight.packages import RUNNER, RUNNER_EXTRA, version
 
 
 class Finding(NamedTuple):
@@ -25,20 +25,20 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-# Distribution and purpose.
+# Requirement and purpose.
 OPTIONAL = (
     ("flash-attn", "packed attention on CUDA; otherwise torch's varlen attention"),
-    ("peft", "model.lora"),
-    ("math-verify", "reward.kind: math, dapo convert-answers"),
-    ("reasoning-gym", "data.reasoning_gym"),
-    ("jsonschema", "reward.kind: json"),
-    ("plotly", "dapo report --html and dapo watch"),
-    ("tensorboard", "logging.trackers: [tensorboard]"),
-    ("wandb", "logging.trackers: [wandb]"),
-    ("mlflow-skinny", "logging.trackers: [mlflow]"),
-    ("trackio", "logging.trackers: [trackio]"),
-    ("accelerate", "logging.trackers, and unpacking a model from a GGUF file"),
-    ("gguf", "unpacking a model from a GGUF file"),
+    (PEFT, "model.lora"),
+    ("math-verify>=0.8", "reward.kind: math, dapo convert-answers"),
+    ("reasoning-gym>=0.1.25", "data.reasoning_gym"),
+    ("jsonschema>=4.20", "reward.kind: json"),
+    ("plotly>=6", "dapo report --html and dapo watch"),
+    ("tensorboard>=2.18", "logging.trackers: [tensorboard]"),
+    ("wandb>=0.20", "logging.trackers: [wandb]"),
+    ("mlflow-skinny>=3.0", "logging.trackers: [mlflow]"),
+    ("trackio>=0.20", "logging.trackers: [trackio]"),
+    (ACCELERATE, "logging.trackers, and unpacking a model from a GGUF file"),
+    ("gguf>=0.17", "unpacking a model from a GGUF file"),
 )
 # Packages of which only some versions are supported (the package itself first), their distributions, their purpose.
 ADAPTED = (
@@ -61,28 +61,30 @@ def examine() -> list[Finding]:
     """Return the findings about this machine, in the order in which they are printed."""
     amx = ", AMX announced but broken (disabled in oneDNN)" if disable_broken_amx() else ""
     vectors = f"widest vectors {torch.backends.cpu.get_cpu_capability()}{amx}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has none
     build = cuda_build()
     built = "not built (optional)" if build is None else f"built for {', '.join(build[0])} with CUDA {build[1]}"
     backends = available_backends().items()
     return [
         Finding("python", platform.python_version()),
-        Finding(
-            "cpu", f"{len(os.sched_getaffinity(0))} cores, torch uses {torch.get_num_threads()} threads; {vectors}"
-        ),
+        Finding("cpu", f"{cores} cores, torch uses {torch.get_num_threads()} threads; {vectors}"),
         Finding("torch", torch.__version__),
         _cuda(),
         *(Finding(f"backend {name}", f"can{'not' * bool(problem)} run", problem or "") for name, problem in backends),
         Finding("CUDA kernels", built),
         *(_chosen_backends(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))),
-        *(_package(name, "missing", f"{RUNNER_EXTRA}  ({purpose})") for name, purpose in RUNNER),
-        *(_package(name, ABSENT, f"pip install {name}  ({purpose})") for name, purpose in OPTIONAL),
+        *(_package(wanted, "missing", f"{RUNNER_EXTRA}  ({purpose})") for wanted, purpose in RUNNER),
+        *(_package(wanted, ABSENT, f"pip install '{wanted}'  ({purpose})") for wanted, purpose in OPTIONAL),
         *(_adapted(*row) for row in ADAPTED),
     ]
 
 
-def _package(name: str, absent: str, advice: str) -> Finding:
+def _package(requirement: str, absent: str, advice: str) -> Finding:
+    name = requirement.partition(">=")[0]
     installed = version(name)
-    return Finding(name, absent, advice) if installed is None else Finding(name, installed)
+    if installed is not None and meets(requirement):
+        return Finding(name, installed)
+    return Finding(name, absent if installed is None else f"{installed}, too old", advice)
 
 
 def _adapted(wanted: Sequence[Supported], distributions: Sequence[str], purpose: str) -> Finding:

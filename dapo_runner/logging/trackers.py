@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from dapo_runner.config import Config, LoggingConfig, SftConfig, flatten
-from dapo_runner.errors import ConfigError
+from dapo_runner.config import Config, ConfigError, LoggingConfig, SftConfig, flatten
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.rollout_log import sample_record
 from dapo_runner.logging.versions import environment
+from dapo_runner.packages import ACCELERATE, meets
 from dapo_runner.types import Group
 
 STATE_FILE = "trackers.json"
@@ -25,10 +25,10 @@ MAX_FAILURES = 3  # after this many failures a tracker receives nothing more
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raise ConfigError if a package for `logging.trackers` is missing."""
+    """Raise ConfigError if a package for `logging.trackers` is missing or too old."""
     for name in config.trackers:
-        if missing := [package for package in (name, "accelerate") if importlib.util.find_spec(package) is None]:
-            raise ConfigError(f"logging.trackers: {name} requires {missing[0]}. pip install 'dapo-kernels[{name}]'")
+        if importlib.util.find_spec(name) is None or not meets(ACCELERATE):
+            raise ConfigError(f"logging.trackers: requires {name} and {ACCELERATE}. pip install 'dapo-kernels[{name}]'")
 
 
 class Trackers:

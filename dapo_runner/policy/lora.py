@@ -5,7 +5,6 @@ Only linear layers are supported. The loss gets adapters of the output head as f
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dapo_runner.config import ConfigError, LoraConfig
+from dapo_runner.packages import PEFT, meets
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.policy.weights import stored_tensors
 
@@ -25,9 +25,9 @@ PREFIX = "base_model.model."
 
 
 def check_installed() -> None:
-    """Raise ConfigError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora: requires the package peft. Run pip install 'dapo-kernels[lora]'")
+    """Raise ConfigError if peft is not installed or too old."""
+    if not meets(PEFT):
+        raise ConfigError(f"model.lora: requires {PEFT}. Run pip install 'dapo-kernels[lora]'")
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:

