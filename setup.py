@@ -214,26 +214,35 @@ def _ninja(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def openmp_flags(compiler: list[str]) -> list[str]:
-    """``-fopenmp`` where the compiler has it; the kernels run single-threaded without."""
+# Without OpenMP the kernels run single-threaded.
+OPENMP_PROBE = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
+# gcc has AVX512-BF16 from version 10 on.
+BF16_PROBE = '#include <immintrin.h>\nint main() { return __builtin_cpu_supports("avx512bf16") == 1; }\n'
+
+
+def compiles(compiler: list[str], flags: list[str], text: str) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "probe.cpp")
-        source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
-        command = [*compiler, "-fopenmp", str(source), "-o", str(source.with_suffix(".out"))]
-        found = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    return ["-fopenmp"] if found else []
+        source.write_text(text)
+        command = [*compiler, *flags, str(source), "-o", str(source.with_suffix(".out"))]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def ninja_file(compiler: list[str], target: Path) -> str:
     import pybind11
 
     includes = [pybind11.get_include(), sysconfig.get_paths()["include"]]
-    openmp = openmp_flags(compiler)
-    flags = [*BASE_FLAGS, *openmp, *(f"-I{path}" for path in includes), *(["-DDAPO_X86"] if X86 else [])]
+    openmp = ["-fopenmp"] if compiles(compiler, ["-fopenmp"], OPENMP_PROBE) else []
+    isa_flags, x86 = dict(ISA_FLAGS), ["-DDAPO_X86"] if X86 else []
+    if X86 and compiles(compiler, isa_flags["avx512bf16"], BF16_PROBE):
+        x86.append("-DDAPO_AVX512BF16")
+    else:
+        isa_flags.pop("avx512bf16", None)
+    flags = [*BASE_FLAGS, *openmp, *(f"-I{path}" for path in includes), *x86]
     objects, rules = [], []
     units = [("csrc/bindings.cpp", "bindings", [f'-DDAPO_SOURCES="{DIGEST}"'])]
     units += [(source, Path(source).stem, []) for source in SOURCES]
-    units += [("csrc/cpu/row_kernels.cpp", isa, [f"-DDAPO_ISA={isa}", *extra]) for isa, extra in ISA_FLAGS.items()]
+    units += [("csrc/cpu/row_kernels.cpp", isa, [f"-DDAPO_ISA={isa}", *extra]) for isa, extra in isa_flags.items()]
     for source, stem, extra in units:
         objects.append(f"{stem}.o")
         rules.append(f"build {stem}.o: cxx {_escape(ROOT / source)}\n  extra = {shlex.join(extra)}")

@@ -88,6 +88,18 @@ def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 
 
+@pytest.mark.parametrize("refused", ["-fopenmp", "-mavx512bf16", "none"])
+def test_what_a_compiler_lacks_is_left_out(refused: str, setup_py: dict[str, Any], tmp_path: Path) -> None:
+    """As of gcc 8 and 9, which have no AVX512-BF16. The compiler is a stub."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{refused}*) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    words = setup_py["ninja_file"]([str(compiler)], tmp_path / "_C.so").split()
+    assert ("-fopenmp" in words) == (refused != "-fopenmp")
+    for word in ("-mavx512bf16", "-DDAPO_AVX512BF16", "avx512bf16.o"):
+        assert (word in words) == (setup_py["X86"] and refused != "-mavx512bf16")
+
+
 @pytest.mark.parametrize("archs", ["hopper", "75", "90a;;80"])
 def test_architectures_that_cannot_be(archs: str, setup_py: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The function alone: an nvcc is not everywhere."""

@@ -19,11 +19,12 @@ const RowKernels& choose() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
   const Candidate candidates[] = {
+#if defined(DAPO_AVX512BF16)  // where the compiler has it
+      {"avx512bf16", row_kernels_avx512bf16, avx512 && __builtin_cpu_supports("avx512bf16")},
+#endif
 #if defined(DAPO_X86)
-      {"avx512bf16", row_kernels_avx512bf16, bf16},
       {"avx512", row_kernels_avx512, avx512},
       {"avx2", row_kernels_avx2, avx2},
 #endif
@@ -37,7 +38,7 @@ const RowKernels& choose() {
     }
   }
   throw std::runtime_error(std::string("DAPO_KERNELS_ISA=") + wanted +
-                           ": unknown; one of avx512bf16, avx512, avx2, portable");
+                           ": unknown or not in this build; one of avx512bf16, avx512, avx2, portable");
 }
 
 }  // namespace
