@@ -26,6 +26,7 @@ RECIPE_TEMPLATE = (
     "$Answer is the answer to the problem.\n\n{question}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
+BLOCK = 1000  # texts that are tokenized at a time
 DUPLICATES, CONFLICTING, IN_HELDOUT = "repeated", "with conflicting answers", "with a held-out prompt"
 FAILED, EMPTY, LONG = "that reasoning-gym failed to generate", "without tokens", "longer than rollout.max_prompt_tokens"
 
@@ -59,7 +60,7 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
         rendered = tokenize(turns, tokenizer, data, **arguments)
         n_empty = 0 if tokenizer is None or is_game else sum(not ids for _, ids in rendered)  # reset adds to a game
         prompts = [
-            Prompt(each.key[:16], tuple(ids), text, each.answer, each.source, eval_set, messages, each.row)
+            Prompt(each.key[:16], ids, text, each.answer, each.source, eval_set, messages, each.row)
             for each, messages, (text, ids) in zip(problems, turns, rendered, strict=True)
             if len(ids) <= limit and (ids or not n_empty)
         ]
@@ -117,7 +118,7 @@ def _read(data: DataConfig, report: DataReport, is_game: bool) -> Problems:
         assert source.path is not None, "the configuration has checked it"
         columns = source.columns or data.columns
         rows = read_problems(source.path, source.format, columns, source.subset, source.split, data.system)
-        return clean((replace(row, is_game=is_game) for row in rows), report, source.limit)
+        return clean((replace(row, is_game=True) for row in rows) if is_game else rows, report, source.limit)
 
     train = read(data)
     if data.eval:
@@ -160,12 +161,12 @@ def clean(problems: Iterable[Problem], report: DataReport, limit: int | None = N
 
 def tokenize(
     conversations: Iterable[Iterable[tuple[str, str]]], tokenizer: Any, data: DataConfig | SftDataConfig, **kwargs: Any
-) -> list[tuple[str, list[int]]]:
+) -> list[tuple[str, tuple[int, ...]]]:
     """Return text and token ids of each conversation, up to where the response begins; no ids without a tokenizer.
     ``kwargs`` are passed to the chat template. Raises ConfigError.
     """
     if tokenizer is None:
-        return [(render(turns, None, chat=False), []) for turns in conversations]
+        return [(render(turns, None, chat=False), ()) for turns in conversations]
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
@@ -175,8 +176,10 @@ def tokenize(
     except TemplateError as error:
         raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
-    token_ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if texts else []
-    return list(zip(texts, token_ids, strict=True))
+    blocks = (texts[start : start + BLOCK] for start in range(0, len(texts), BLOCK))  # encodings are large
+    encoded = (ids for block in blocks for ids in tokenizer(block, add_special_tokens=not chat)["input_ids"])
+    known: dict[int, int] = {}  # each id is one object: a token takes 8 bytes instead of 36
+    return [(text, tuple(map(known.setdefault, ids, ids))) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: str = "", **kwargs: Any) -> str:

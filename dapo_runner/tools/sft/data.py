@@ -118,4 +118,4 @@ def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokeniz
         mask = torch.arange(length) >= len(before)
         token_ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
         found.sequences[name] = TrainingSequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
-        prompts.append(Prompt(name, tuple(before), text, pair.completion))
+        prompts.append(Prompt(name, before, text, pair.completion))

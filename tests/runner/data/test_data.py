@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from refusals import refused
 
 from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError, EnvironmentConfig
+from dapo_runner.data import dataset
 from dapo_runner.data.arithmetic import split_problems
 from dapo_runner.data.dataset import (
     CONFLICTING,
@@ -29,6 +30,7 @@ from dapo_runner.data.dataset import (
     apply_template,
     clean,
     load_data,
+    tokenize,
 )
 from dapo_runner.data.reading import Problem, missing_data, read_problems
 from dapo_runner.preflight.needs import check_needs
@@ -360,6 +362,24 @@ def test_a_prompt_without_tokens_is_left_out(tmp_path: Path) -> None:
     assert len(load_data(config, None).train) == 2  # unknown without a tokenizer
     game = config.model_copy(update={"env": EnvironmentConfig(kind=f"{__name__}:Game")})
     assert len(load_data(game, StrictTokenizer()).train) == 2  # it adds what its reset says
+
+
+def test_long_data_is_tokenized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are the same, and equal ids are one object."""
+    sizes = list[int]()
+
+    class Counting(CharTokenizer):
+        def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+            sizes.append(len(text))
+            return super().__call__(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(dataset, "BLOCK", 2)
+    texts = ["等等", "a", "", "等", "b"]
+    found = tokenize([[("user", text)] for text in texts], Counting(), make_config().data)
+    assert found == [(text, (0, *map(ord, text))) for text in texts]
+    assert sizes == [2, 2, 1]
+    assert len({id(token) for _, ids in found for token in ids if token == ord("等")}) == 1
+    assert tokenize([], Counting(), make_config().data) == []
 
 
 # The order of prompts
