@@ -32,9 +32,9 @@ from dapo_runner.types import (
 )
 
 
-def add_prefix(prompt: Prompt, tokens: Tensor) -> Prompt:
-    """Return ``prompt`` followed by ``tokens``, int64 [N], the beginning of a response to continue."""
-    return replace(prompt, token_ids=(*prompt.token_ids, *tokens.tolist()), n_response_tokens=len(tokens))
+def add_prefix(prompt: Prompt, tokens: Sequence[int]) -> Prompt:
+    """Return ``prompt`` followed by ``tokens``, the beginning of a response to continue."""
+    return replace(prompt, token_ids=(*prompt.token_ids, *tokens), n_response_tokens=len(tokens))
 
 
 def join_continuation(prefix: Prompt, end: Completion, tokenizer: Any) -> Completion:
@@ -72,33 +72,34 @@ def value_chains(
 
     Each distinct prefix is continued once. ``sampling`` is that of the responses, with a different seed.
     """
+    numbers: dict[Prompt, int] = {}  # of the distinct prefixes
 
-    def prefixes(prompt: Prompt, sample: Sample) -> list[Prompt]:
-        starts = chain_starts(sample.completion, config)
-        return [add_prefix(prompt, sample.completion.token_ids[:start]) for start in starts]
+    def numbers_of(prompt: Prompt, sample: Sample) -> list[int]:
+        tokens = sample.completion.token_ids.tolist()  # once: all prefixes of a response share these objects
+        prefixes = (add_prefix(prompt, tokens[:start]) for start in chain_starts(sample.completion, config))
+        return [numbers.setdefault(prefix, len(numbers)) for prefix in prefixes]
 
-    every = [prefix for group in groups for sample in group.samples for prefix in prefixes(group.prompt, sample)]
-    distinct = list(dict.fromkeys(every))
-    lengths = [sampling.max_tokens - prefix.n_response_tokens for prefix in distinct]
+    chains = [[numbers_of(group.prompt, sample) for sample in group.samples] for group in groups]
+    lengths = [sampling.max_tokens - prefix.n_response_tokens for prefix in numbers]
     requests = [
         RolloutRequest(index, prefix, replace(sampling, n=config.samples, max_tokens=length))
-        for index, (prefix, length) in enumerate(zip(distinct, lengths, strict=True))
+        for index, (prefix, length) in enumerate(zip(numbers, lengths, strict=True))
     ]
-    continued = dict(zip(distinct, generate(requests), strict=True))
-    values = {prefix: fmean(sample.reward for sample in group.samples) for prefix, group in continued.items()}
+    continued = generate(requests)
+    values = [fmean(sample.reward for sample in group.samples) for group in continued]
 
-    def valued(prompt: Prompt, sample: Sample) -> Sample:
-        found = prefixes(prompt, sample)
-        starts, states = [prefix.n_response_tokens for prefix in found], [values[prefix] for prefix in found]
-        return replace(sample, segments=chain_segments(sample, starts, states))
+    def valued(sample: Sample, chain: list[int]) -> Sample:
+        starts = chain_starts(sample.completion, config)
+        return replace(sample, segments=chain_segments(sample, starts, [values[number] for number in chain]))
 
     n_tokens = [
         sample.completion.length - prefix.n_response_tokens
-        for prefix, group in continued.items()
+        for prefix, group in zip(numbers, continued, strict=True)
         for sample in group.samples
     ]
-    counts: dict[str, float] = {"prefixes": len(distinct), "continuations": len(n_tokens), "tokens": sum(n_tokens)}
-    return [replace(one, samples=tuple(valued(one.prompt, sample) for sample in one.samples)) for one in groups], counts
+    counts: dict[str, float] = {"prefixes": len(numbers), "continuations": len(n_tokens), "tokens": sum(n_tokens)}
+    found = zip(groups, chains, strict=True)
+    return [replace(group, samples=tuple(map(valued, group.samples, chain))) for group, chain in found], counts
 
 
 def grow_trees(
@@ -137,4 +138,4 @@ def _node_request(root: RolloutRequest, index: int, begun: Completion, depth: in
         max_tokens=root.sampling.max_tokens - begun.length if is_last else shape.tokens,
         seed=random.Random(f"{root.sampling.seed}:{depth}").getrandbits(31),
     )
-    return RolloutRequest(root.index * width + index, add_prefix(root.prompt, begun.token_ids), sampling)
+    return RolloutRequest(root.index * width + index, add_prefix(root.prompt, begun.token_ids.tolist()), sampling)

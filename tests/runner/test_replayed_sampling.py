@@ -83,7 +83,7 @@ def test_trees_continuations_and_sequences_carry_the_lists(engine: HFEngine) -> 
     (leaves,) = grow_trees(engine.generate, engine.tokenizer, make_requests([asked], sampling), shape)
     for leaf in leaves:
         check_completion(engine, asked, leaf, {"top_k": 4})
-    begun = add_prefix(asked, torch.tensor([5, 6]))
+    begun = add_prefix(asked, [5, 6])
     ((rest,),) = engine.generate(make_requests([begun], sampling))
     whole = join_continuation(begun, rest, engine.tokenizer)
     assert lists_of(whole.support) == [[], [], *lists_of(rest.support)]

@@ -59,6 +59,21 @@ def scored(tokens: list[int]) -> Sample:
     return Sample(completion, Verdict(right), base_reward=float(right))
 
 
+def test_the_prefixes_of_a_response_share_its_tokens() -> None:
+    toy, asked = ToyPolicy(), list[RolloutRequest]()
+
+    def generate(requests: Sequence[RolloutRequest]) -> list[Group]:
+        asked.extend(requests)
+        return toy.generate(requests)
+
+    response, p = torch.tensor([1001, 1002, 1003, 1004]), torch.full((LENGTH,), P_ONE)
+    sample = Sample(Completion(response, p.log(), "stop", ""), Verdict(True), base_reward=1.0)
+    value_chains([Group(make_prompt(), (sample,))], CHAIN, SamplingParams(max_tokens=LENGTH), generate)
+    tokens = [token for request in asked for token in request.prompt.token_ids if token > 1000]
+    assert tokens == [1001, 1001, 1002]
+    assert len(set(map(id, tokens))) == 2
+
+
 def test_values_are_those_of_the_policy() -> None:
     """The first two tokens are segments, and the rest is one. A 0 ends all hope."""
     toy, sampling = ToyPolicy(), SamplingParams(max_tokens=LENGTH, seed=1)
@@ -109,7 +124,7 @@ def test_a_tree_and_its_leaves(engine: HFEngine) -> None:
 def test_a_continued_response_is_whole(engine: HFEngine) -> None:
     asked = replace(prompt("1+1=", engine), answer="2")
     tokens = torch.tensor(engine.tokenizer("12")["input_ids"][-2:])
-    prefix = add_prefix(asked, tokens)
+    prefix = add_prefix(asked, tokens.tolist())
     assert prefix.token_ids == (*asked.token_ids, *tokens.tolist())
     assert (prefix.n_response_tokens, prefix.answer) == (2, "2")
     ((continuation,),) = engine.generate(make_requests([prefix], SamplingParams(max_tokens=4)))
