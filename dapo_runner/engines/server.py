@@ -340,6 +340,7 @@ class _OpenServerCall(OpenCall):
         self._task.add_done_callback(lambda _: wake())
 
     def _on_answer(self, index: int) -> None:
+        self._call.bodies[index] = {}  # only their number counts from here on, and each repeats the turns before
         self._answered.put(index)
         self._wake()
 
@@ -360,8 +361,7 @@ class _OpenServerCall(OpenCall):
         found = []
         while not self._answered.empty():
             index = self._answered.get()
-            (completion,) = self._call.answers[index]
-            found.append((self._keys[index], completion))
+            found.append((self._keys[index], self._call.answers[index].pop()))
             del self._open[self._keys[index]]
         return found
 

@@ -285,6 +285,8 @@ def test_an_open_call_takes_prompts_while_others_are_answered(fleet: Fleet) -> N
         found |= call.work()
         assert not call.is_ready(is_complete=True)
     assert responses([[found[3], found[7]]]) == responses([[wanted, wanted]])
+    held = call._call  # type: ignore[attr-defined]
+    assert (held.bodies, held.answers) == ([{}, {}], {0: [], 1: []})  # what an episode has taken is released
     call.close()
     wait_until(lambda: call.is_ready(is_complete=True))
     with pytest.raises(RolloutError):
