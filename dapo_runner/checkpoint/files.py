@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,16 +133,18 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
     Args:
         entries: known manifest entries, also of other ranks' files that a shared disk does not list here yet.
     """
-    written = {str(path.relative_to(unfinished)): path for path in unfinished.rglob("*") if path.is_file()}
-    manifest = dict(entries) | {name: entry_of(path) for name, path in written.items() if name not in entries}
+    others = {path for path in unfinished.rglob("*") if path.is_file()} - {unfinished / name for name in entries}
+    manifest = {**entries, **entries_of(others, unfinished)}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
     _move_into_place(unfinished)
     prune(unfinished.parent, keep)
 
 
-def entry_of(path: Path) -> dict[str, Any]:
-    """Return the manifest entry of a file."""
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+def entries_of(paths: Collection[Path], folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the manifest entries of files in ``folder``."""
+    with ThreadPoolExecutor() as pool:
+        found = zip(paths, pool.map(_digest, paths), strict=True)
+        return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha} for path, sha in found}
 
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:

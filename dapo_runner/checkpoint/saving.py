@@ -70,8 +70,7 @@ def _stage(
     def write_own(world: World, written: list[Path]) -> tuple[dict[str, Any], dict[str, int]]:
         """Write this rank's weights. Return the manifest entries of its files and the sizes of its weights."""
         try:
-            paths = [*written, *model_files.write_model(weights, unfinished, world)]
-            entries = {str(path.relative_to(unfinished)): files.entry_of(path) for path in paths}
+            entries = files.entries_of([*written, *model_files.write_model(weights, unfinished, world)], unfinished)
         except (OSError, SafetensorError) as error:
             raise OSError(f"{world.name}{error}") from error
         return entries, {name: weight.nbytes for name, weight in weights.items()}

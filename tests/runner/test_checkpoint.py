@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import random
@@ -24,6 +25,7 @@ from dapo_runner.checkpoint import (
     CheckpointError,
     checkpoint_to_resume,
     copy_checkpoint,
+    files,
     find_checkpoints,
     latest_checkpoint,
     load_checkpoint,
@@ -199,6 +201,20 @@ def test_a_damaged_checkpoint_is_refused_by_name(saved: Path, tmp_path: Path, fi
         checkpoint_to_resume(folder)
     shutil.rmtree(folder / "step_000002")
     assert checkpoint_to_resume(folder) == Checkpoint(folder / "step_000001", 1)
+
+
+def test_files_are_hashed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, both, digest = [tmp_path / "a", tmp_path / "b"], threading.Barrier(2), files._digest
+    for path in paths:
+        path.write_text(path.name)
+
+    def wait_and_hash(path: Path) -> str:
+        both.wait(timeout=20)
+        return digest(path)
+
+    monkeypatch.setattr(files, "_digest", wait_and_hash)
+    wanted = {name: {"bytes": 1, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in ("a", "b")}
+    assert files.entries_of(paths, tmp_path) == wanted
 
 
 def test_loading_runs_no_code(parts: Parts, saved: Path, tmp_path: Path) -> None:
