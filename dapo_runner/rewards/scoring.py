@@ -86,7 +86,8 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
         open_rule("json", reward.workers, reward.rule_deadline).judge_texts(["{}"] * len(every), every)
     for answer in every if "code" in reward.uses else ():
         read_tests(answer)
-    unmatched = [answer for answer in answers if not rule(response.format(answer), answer).correct]
+    rejected = {answer for answer in set(answers) if not rule(response.format(answer), answer).correct}
+    unmatched = [answer for answer in answers if answer in rejected]
     key = "reward.parts.0.use" if reward.parts else "reward.kind"
     some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
     warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from dapo_runner.rewards import scoring
 from dapo_runner.rewards.rules import canonical_number, length_penalty, normalise
 from dapo_runner.rewards.scoring import Reward, Scorer, load_reward, unmatchable_answers
 from dapo_runner.types import Prompt, Verdict
@@ -218,6 +220,20 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
             unmatchable_answers(make_config(reward=parts), [make_prompt(answer="{}"), make_prompt(answer="[1]")])
     game = make_config(reward={"kind": "code"}, env={"kind": "talkers:Talker"})  # gives the reward itself
     assert unmatchable_answers(game, [make_prompt(answer="")], [make_prompt(answer="")]) is None
+
+
+def test_each_distinct_ground_truth_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = Counter[str]()
+
+    def rule(response: str, answer: str) -> Verdict:
+        judged[answer] += 1
+        return Verdict(answer == "5")
+
+    monkeypatch.setitem(scoring._RULES, "integer", (rule, "{}"))
+    prompts = [make_prompt(str(i), answer=answer) for i, answer in enumerate("x5y5x")]
+    warning = unmatchable_answers(make_config(reward={"kind": "integer"}), prompts) or ""
+    assert "3 of 5 training problems, e.g. 'x', 'y', 'x'" in warning
+    assert judged == {"x": 1, "5": 1, "y": 1}
 
 
 def test_the_length_penalty_is_equation_13() -> None:
