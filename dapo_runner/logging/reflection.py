@@ -39,7 +39,7 @@ PATTERNS = {  # The first letter rules out most places of a text, which halves t
 
 
 def count_reflections(text: str) -> dict[str, int]:
-    return {language: len(pattern.findall(text)) for language, pattern in PATTERNS.items()}
+    return {name: 0 if name == "zh" and text.isascii() else len(PATTERNS[name].findall(text)) for name in PATTERNS}
 
 
 def reflection_metrics(texts: Sequence[str]) -> dict[str, float]:
