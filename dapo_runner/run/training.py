@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, cast
@@ -59,6 +60,8 @@ class TrainingRun:
         self.progress.start(done := self.last_completed_step, self.config.run.steps)
         if done >= self.config.run.steps:
             self.progress.note(f"all {done} steps are complete. Set a larger run.steps to continue")
+        gc.collect()
+        gc.freeze()  # the data set: a full collection takes seconds to go through it
         self.clock.lap()  # loading is not part of the first step
         return self
 
@@ -69,6 +72,7 @@ class TrainingRun:
             else:
                 self.save_before_stopping(error)
         finally:
+            gc.unfreeze()
             self.stop.__exit__(kind, error, trace)
             self.close(error)
 

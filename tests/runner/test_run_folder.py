@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -361,6 +362,8 @@ def test_left_over_groups_of_a_fork(change: Sections, keys: set[str], source: Pa
         with open_run(fork(step, **change), notes := Notes()) as run:
             assert len(run.sampler.buffer.groups) == (0 if keys else n)
             assert run.sampler.buffer.waiting == []
+            assert gc.get_freeze_count() > 0  # the data set, until the run is closed
+        assert gc.get_freeze_count() == 0
         assert f"forked after step {step} from {source}@{step}" in notes.lines
         assert all(any(line.startswith(f"{key}: ") for line in notes.lines) for key in keys)
         words = [set(line.replace(",", "").split()) for line in notes.lines if line.startswith(f"{n} ")]
