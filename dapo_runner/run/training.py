@@ -60,8 +60,6 @@ class TrainingRun:
         self.progress.start(done := self.last_completed_step, self.config.run.steps)
         if done >= self.config.run.steps:
             self.progress.note(f"all {done} steps are complete. Set a larger run.steps to continue")
-        gc.collect()
-        gc.freeze()  # the data set: a full collection takes seconds to go through it
         self.clock.lap()  # loading is not part of the first step
         return self
 

@@ -355,8 +355,11 @@ SAMPLING = {"stop": ["9"], "max_response_tokens": 12, "temperature": 0.9, "top_p
         ({"advantage": {"segments": {"kind": "tree", "per_step": 2}}}, {"advantage.segments.kind"}),
     ],
 )
-def test_left_over_groups_of_a_fork(change: Sections, keys: set[str], source: Path, fork: Fork) -> None:
+def test_left_over_groups_of_a_fork(
+    change: Sections, keys: set[str], source: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They were sampled and rewarded with the old settings: a step would mix two."""
+    monkeypatch.setattr("dapo_runner.run.start.MANY_PROMPTS", 1)
     step, n = next((event["step"], n) for event in events_of(source) if (n := event["sampling/carried_out"]))
     for _ in range(2):  # again where the first attempt got no further
         with open_run(fork(step, **change), notes := Notes()) as run:
