@@ -74,18 +74,16 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     run = folder.parent.parent if is_checkpoint else folder
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: expected the folder of a run or of a checkpoint, found no {run / CONFIG_FILE}")
-    config, complete = read_config(run, Config, overrides), find_checkpoints(run / CHECKPOINTS)
+    config = read_config(run, Config, overrides)
     if is_checkpoint:
-        complete = [found for found in complete if found.path.name == folder.name]
-        if not complete:
-            raise ConfigError(f"{folder}: expected a complete checkpoint: {damage_of(folder, contents=False)}")
-        return config, complete[0].model
-    for path in sorted((run / CHECKPOINTS).glob("step_*[0-9]")):
-        if not complete or path.name > complete[-1].path.name:
-            complain(f"{path} is skipped because it is damaged: {damage_of(path, contents=False)}")
-    if not complete:
-        raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
-    return config, complete[-1].model
+        if (damage := damage_of(folder, contents=False)) is not None:
+            raise ConfigError(f"{folder}: expected a complete checkpoint: {damage}")
+        return config, folder / "model"
+    for found in reversed(find_checkpoints(run / CHECKPOINTS, damaged=True)):
+        if (damage := damage_of(found.path, contents=False)) is None:
+            return config, found.model
+        complain(f"{found.path} is skipped because it is damaged: {damage}")
+    raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
 
 
 def print_response(group: Group) -> None:
