@@ -59,10 +59,7 @@ def _check_free(url: str) -> None:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does with names
         *_, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
-        with socket.socket(family) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen()
+        socket.create_server(address, family=family).close()
     except OSError as error:
         raise ConfigError(f"rollout.server.urls: {url} must be a free address of this machine: {error}") from error
 
