@@ -82,9 +82,7 @@ def _even_problems(config: ArithmeticConfig) -> Iterator[ArithmeticProblem]:
         lengths = [rng.randint(config.min_digits, config.max_digits) for _ in range(config.operands)]
         operands = tuple(rng.randrange(0 if n == 1 else 10 ** (n - 1), 10**n) for n in lengths)
         problem = ArithmeticProblem(rng.choice(config.operators), operands)
-        if problem in seen:
-            misses += 1
-            continue
-        misses = 0
-        seen.add(problem)
-        yield problem
+        misses = misses + 1 if problem in seen else 0
+        if problem not in seen:
+            seen.add(problem)
+            yield problem

@@ -224,7 +224,6 @@ def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]
         raise ValueError("expected a text or a list of messages {role, content} as prompt")
     if any(message.get("tool_calls") for message in prompt):
         raise ValueError("expected messages without tool_calls")
-    "".join(content for _, content in messages).encode()  # ValueError for half of a surrogate pair
     return messages if system is None or "system" in dict(messages) else [("system", system), *messages]
 
 
