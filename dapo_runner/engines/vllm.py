@@ -34,7 +34,6 @@ from dapo_runner.policy.lora import adapter_tensors, save_adapters
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
 from dapo_runner.types import Completion, FinishReason, RolloutRequest, SamplingParams, TruncatedSupport
 
-GIB = 2**30
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 NO_LOGPROB = -9999.0  # a server of vLLM sends this in place of NaN or −∞
 # vLLM keeps all tokens as likely as the top_k-th, and in bfloat16 there are some. Request this many more than top_k.
@@ -305,7 +304,7 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
         eager = bool(rollout.vllm.enforce_eager)
         return arguments | {"gpu_memory_utilization": rollout.vllm.gpu_memory, "enforce_eager": eager}
     return arguments | {
-        "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * GIB),
+        "kv_cache_memory_bytes": int(rollout.vllm.kv_cache_gib * 2**30),
         "enforce_eager": rollout.vllm.enforce_eager is not False,
         "compilation_config": {"custom_ops": ["all"]},  # vLLM's own kernels for norms and activations, without compiler
         "enable_chunked_prefill": False,
