@@ -33,25 +33,15 @@ def host_and_port(url: str) -> tuple[str, int] | None:
 
 
 class EngineSpec(NamedTuple):
-    """The capabilities of an engine. A new engine is a class in its own file and a row of ``ENGINES``.
+    """The capabilities of an engine. A new engine is a class in its own file and a row of ``ENGINES``."""
 
-    Attributes:
-        implementation: Its ``RolloutEngine`` as `module:name`, imported when a run starts.
-        is_remote: Other processes hold its weights, which take none of the trainer's memory.
-        reserves_memory: It reserves vllm.gpu_memory, or kv_cache_gib, at the start.
-        has_sliding_windows: It supports the sliding windows of every model.
-        names_every_support: With `sampling_mask` it returns the support of any truncation, not only of top_k.
-        returns_experts: It returns the experts of each token, for `loss.routing_replay: engine`.
-        temperatures: Lowest and highest temperature, apart from 0 (greedy).
-    """
-
-    implementation: str
-    is_remote: bool = False
-    reserves_memory: bool = False
-    has_sliding_windows: bool = False
-    names_every_support: bool = False
-    returns_experts: bool = False
-    temperatures: tuple[float, float] = VLLM_TEMPERATURES
+    implementation: str  # its ``RolloutEngine`` as `module:name`, imported when a run starts
+    is_remote: bool = False  # other processes hold its weights, which take none of the trainer's memory
+    reserves_memory: bool = False  # it reserves vllm.gpu_memory, or kv_cache_gib, at the start
+    has_sliding_windows: bool = False  # it supports the sliding windows of every model
+    names_every_support: bool = False  # with `sampling_mask` it returns the support also of top_p and min_p alone
+    returns_experts: bool = False  # it returns the experts of each token, for `loss.routing_replay: engine`
+    temperatures: tuple[float, float] = VLLM_TEMPERATURES  # lowest and highest, apart from 0 (greedy)
 
 
 ENGINES = {

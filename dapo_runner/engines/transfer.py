@@ -28,13 +28,10 @@ LOCK, BLOCK = "lock", 2**24  # the name of a lock file; bytes per thread of a ch
 
 
 class Transfer(ABC):
-    """Publish weights, and let servers load the last published ones. Only rank 0 has and sends them.
+    """Publish weights, and let servers load the last published ones. Only rank 0 has and sends them."""
 
-    ``device``: where they are held. ``copies``: whether to copy them if the policy is on the same device.
-    """
-
-    device = torch.device("cpu")
-    copies = False
+    device = torch.device("cpu")  # where they are held
+    copies = False  # whether to copy them if the policy is on the same device
 
     def __init__(self, config: Config, world: World) -> None:
         rollout, self.world, self.within = config.rollout, world, config.rollout.server.sync_within

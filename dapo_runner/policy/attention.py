@@ -41,30 +41,23 @@ MAX_PADDING = 0.25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length as rows of one SDPA call. Padding is at the end of a row, where causality hides it.
-
-    rows int64 [n·L]: the computed position of every slot; padding repeats the last position of its row.
-    """
+    """Sequences of similar length as rows of one SDPA call. Padding is at the end of a row: causality hides it."""
 
     n: int
     length: int
-    rows: Tensor
+    rows: Tensor  # int64 [n·L]: the computed position of every slot; padding repeats the last position of its row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """The boundaries of the sequences of a packed batch: cu_seqlens int32 [S+1].
-
-    For the SDPA kernel also ``buckets``, and restore int64: the slot of every computed position. All T positions are
-    computed, or only those of ``prefixes.Distinct``. ``group``: ranks that share the positions.
-    """
+    """The sequences of a packed batch. All T positions are computed, or only those of ``prefixes.Distinct``."""
 
     kernel: Kernel
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor  # int32 [S+1], the boundaries of the sequences
     longest: int
-    buckets: tuple[Bucket, ...] = ()
-    restore: Tensor | None = None
-    group: dist.ProcessGroup | None = None
+    buckets: tuple[Bucket, ...] = ()  # for the SDPA kernel
+    restore: Tensor | None = None  # for the SDPA kernel: int64, the slot of every computed position
+    group: dist.ProcessGroup | None = None  # ranks that share the positions
 
 
 class _Scoring(NamedTuple):
