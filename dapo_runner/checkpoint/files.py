@@ -10,9 +10,8 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -27,8 +26,7 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written, or is damaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint on disk, after ``step`` rollout steps."""
 
     path: Path

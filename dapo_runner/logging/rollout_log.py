@@ -14,9 +14,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -86,8 +86,7 @@ class RolloutLog:
         return record
 
 
-@dataclass(frozen=True, slots=True)
-class SavedStep:
+class SavedStep(NamedTuple):
     """A saved step: ``n_groups`` it trained on, and the records of the saved ``groups``."""
 
     step: int

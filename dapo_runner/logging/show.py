@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = N
         return saved
     if not 1 <= number <= len(saved.groups):
         raise ConfigError(f"--group: expected 1 to {len(saved.groups)}, got {number}")
-    return replace(saved, groups=[saved.groups[number - 1]])
+    return saved._replace(groups=[saved.groups[number - 1]])
 
 
 def page(saved: SavedStep, console: Console) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_runner.config import Config, flatten, lay_settings, load_config, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig, VariantConfig
@@ -21,8 +20,7 @@ MAKE_START = (*OF_START, "run.seed", "data", "rollout", "reward")  # settings th
 LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging")  # may change
 
 
-@dataclass(frozen=True, slots=True)
-class StudyRun:
+class StudyRun(NamedTuple):
     """One variant with one seed, in its own folder."""
 
     variant: str

@@ -7,8 +7,8 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ POLL = 0.2  # seconds
 GRACE = 60.0  # seconds for runs to save their step when the study is interrupted
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     run: StudyRun
     reason: str  # exit code and last line of output
 
