@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,8 +68,7 @@ class Traffic(NamedTuple):
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(NamedTuple):
     """Measurements of rank 0: bytes by kind at the peak, bytes between updates, collectives of a micro-batch."""
 
     positions: int  # of a micro-batch, on this rank
