@@ -13,17 +13,17 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3604,
-    "engines": 2133,
+    "top": 3599,
+    "engines": 2129,
     "rollout": 1081,
-    "training": 2256,
+    "training": 2247,
     "rewards": 1751,
-    "config": 1766,
+    "config": 1756,
     "algorithms": 1735,
-    "tools": 1502,
-    "logging": 1189,
-    "preflight": 861,
-    "data": 769,
+    "tools": 1499,
+    "logging": 1187,
+    "preflight": 860,
+    "data": 766,
     "environments": 380,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
