@@ -325,6 +325,14 @@ def test_a_model_that_the_checkpoint_holds_cannot_be_another(
     assert find_origin(fork(origin=run, **free))
 
 
+def test_many_prompts_are_left_out_of_collections(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo_runner.run.builders.MANY_PROMPTS", 1)
+    n_frozen = gc.get_freeze_count()
+    with open_run(fork(), Notes()):
+        assert gc.get_freeze_count() > n_frozen
+    gc.unfreeze()
+
+
 def test_a_damaged_checkpoint_is_not_forked(source: Path, fork: Fork, tmp_path: Path) -> None:
     origin = copy_through(source, tmp_path / "source", 6)
     (spoiled,) = (origin / CHECKPOINTS / "step_000004" / "optimizer").iterdir()
@@ -355,18 +363,13 @@ SAMPLING = {"stop": ["9"], "max_response_tokens": 12, "temperature": 0.9, "top_p
         ({"advantage": {"segments": {"kind": "tree", "per_step": 2}}}, {"advantage.segments.kind"}),
     ],
 )
-def test_left_over_groups_of_a_fork(
-    change: Sections, keys: set[str], source: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_left_over_groups_of_a_fork(change: Sections, keys: set[str], source: Path, fork: Fork) -> None:
     """They were sampled and rewarded with the old settings: a step would mix two."""
-    monkeypatch.setattr("dapo_runner.run.builders.MANY_PROMPTS", 1)
     step, n = next((event["step"], n) for event in events_of(source) if (n := event["sampling/carried_out"]))
     for _ in range(2):  # again where the first attempt got no further
         with open_run(fork(step, **change), notes := Notes()) as run:
             assert len(run.sampler.buffer.groups) == (0 if keys else n)
             assert run.sampler.buffer.waiting == []
-            assert gc.get_freeze_count() > 0  # the data set
-            gc.unfreeze()
         assert f"forked after step {step} from {source}@{step}" in notes.lines
         assert all(any(line.startswith(f"{key}: ") for line in notes.lines) for key in keys)
         words = [set(line.replace(",", "").split()) for line in notes.lines if line.startswith(f"{n} ")]
