@@ -136,9 +136,9 @@ class Default(NamedTuple):
 # The longest row that the kernel ``cluster_loss`` holds (csrc/cuda/tiles.h). Longer ones take a kernel that is slower.
 CLUSTER_ROW_BYTES = 16 * (222 * 2**10 - 128)
 # The first match that can run here applies. A row for the cuda backend must name a file under benchmarks/results/ in
-# which it is faster than triton for that class: gpu-kernels-nvidia-h200-20261127.
+# which it is faster than triton for that class: gpu-logits-nvidia-h200-20261127.
 CUDA_DEFAULTS = (
-    Default("cuda", (9, 0), 151936, (torch.float32,), ("in place",), True, CLUSTER_ROW_BYTES),
+    Default("cuda", (9, 0), 128256, (torch.float32,), ("in place",), True, CLUSTER_ROW_BYTES),
     Default("triton"),
 )
 

@@ -70,7 +70,7 @@ def test_the_defaults_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     capabilities = dict(enumerate([(9, 0), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
-    vocab, longest, in_place = 151_936, registry.CLUSTER_ROW_BYTES // 4, registry.CALLS[0]
+    vocab, longest, in_place = 128_256, registry.CLUSTER_ROW_BYTES // 4, registry.CALLS[0]
 
     def is_cuda(*, index: int = 0, dtype: torch.dtype = torch.float32, vocab: int = vocab, **options: Any) -> bool:
         found = registry._cuda_default(torch.device("cuda", index), dtype, vocab, **options)

@@ -210,7 +210,7 @@ def test_doctor_shows_for_which_vocabulary_the_backend_is_another(monkeypatch: p
     monkeypatch.setattr(registry, "cuda_build", lambda: (["90a", "90+PTX"], "13.0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for capability, vocabularies in (((9, 0), ["151936", "908800"]), ((10, 0), [])):
+    for capability, vocabularies in (((9, 0), ["128256", "908800"]), ((10, 0), [])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
         (state,) = [finding.state for finding in doctor.examine() if finding.what == "on cuda"]
         assert re.findall(r"\d{5,}", state) == vocabularies
