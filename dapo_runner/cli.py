@@ -157,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options, overrides)
     except (BrokenPipeError, SystemExit) as error:  # `dapo show … | head`; rich turns it into SystemExit
-        if not (is_ours(error) if isinstance(error, OSError) else isinstance(error.__context__, BrokenPipeError)):
+        of_rich = isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
+        if not (of_rich or (isinstance(error, BrokenPipeError) and is_ours(error))):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
         if options.command in RESUMED:
