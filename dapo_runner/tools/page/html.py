@@ -49,23 +49,28 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
 
 
 def contents(runs: Sequence[Path]) -> dict[str, Any]:
-    """Return panels and meanings of metrics, and of each run its name, the settings for its header, its curves and the
-    steps with saved rollouts, as JSON.
+    """Return panels and meanings of metrics, and of each run its name, curves, steps with saved rollouts, and the
+    settings for its header: those of ``ABOUT`` and those in which the runs differ, as JSON.
     """
     parent = os.path.commonpath([run.resolve().parent for run in runs])
+    recipes = [flatten(read_recipe(run / CONFIG_FILE)) if (run / CONFIG_FILE).is_file() else {} for run in runs]
+    values = {key: {str(recipe.get(key)) for recipe in recipes if recipe} for key in set().union(*recipes)}
+    differing = sorted(key for key in values if len(values[key]) > 1 and key not in (*ABOUT, "run.name"))
     shown = []
     panels: dict[Panel, None] = {}
-    for run in runs:
+    for run, settings in zip(runs, recipes, strict=True):
         points = read_curves(run)
         panels |= dict.fromkeys(panels_of(points))
         finite = {
             key: (steps, [value if math.isfinite(value) else None for value in values])
             for key, (steps, values) in points.items()
         }
-        settings = flatten(read_recipe(run / CONFIG_FILE)) if (run / CONFIG_FILE).is_file() else {}
-        about = {key: settings[key] for key in ABOUT if settings.get(key) is not None}
+        about, differences = (
+            {key: settings[key] for key in keys if settings.get(key) is not None} for keys in (ABOUT, differing)
+        )
         name, steps = str(run.resolve().relative_to(parent)), list(saved_steps(run / ROLLOUTS))
-        shown.append({"name": name, "about": about, "curves": finite, "steps": steps})
+        header = {"name": name, "about": about, "differences": differences}
+        shown.append(header | {"curves": finite, "steps": steps})
     meanings = {key: f"{text} Healthy: {healthy or 'any value'}." for key, _, text, healthy in read_glossary()}
     drawn = [asdict(panel) for panel in panels]
     return {"panels": drawn, "step": step_name(panels), "meanings": meanings, "runs": shown}

@@ -272,6 +272,7 @@ function chooser(values, label, chosen, onChoice) {
 }
 
 function drawRollouts() {
+  document.getElementById("legend").hidden = true; // until a response with values per token is drawn
   document.getElementById("scale").textContent = SCALES[setting("colour")];
   document.getElementById("together").hidden = shown.size < 2;
   let leader = null; // a promise of the group that the first run shows
@@ -399,6 +400,7 @@ function tokens(sample) {
   const columns = sample.per_token;
   const turns = sample.turns ?? [{ role: "assistant", text: sample.response, start: 0, end: Infinity }];
   if (!columns) return turns.map((turn) => make("span", turn.role, turn.text));
+  document.getElementById("legend").hidden = false;
   const colour = setting("colour");
   return columns.text.map((text, place) => {
     const token = Object.fromEntries(Object.keys(columns).map((name) => [name, columns[name][place]]));
@@ -439,11 +441,12 @@ function headline(curves) {
   return `${key.replace("*", "")}${suffix.slice(1)} ${form(first)} → ${form(last)} after step ${step}`;
 }
 
-function about(settings) {
+function about(settings, differences) {
   const model = settings["model.path"] ?? `made for this run, ${settings["model.tiny.layers"]} layers`;
   const data = settings["data.path"] ?? settings["data.format"];
   const algorithm = settings.algorithm ?? settings["loss.objective"] ?? "supervised";
-  return `model: ${model} · data: ${data} · algorithm: ${algorithm}`;
+  const facts = [["model", model], ["data", data], ["algorithm", algorithm], ...Object.entries(differences)];
+  return facts.map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`).join(" · ");
 }
 
 function drawHeader() {
@@ -454,7 +457,7 @@ function drawHeader() {
     const name = label.appendChild(make("span", "name", run.name));
     if (data.runs.length > 1) name.style.color = visible(COLOURS[place % COLOURS.length]);
     label.append(make("strong", "", headline(run.curves)));
-    if (Object.keys(run.about).length) label.append(make("span", "note", about(run.about)));
+    if (Object.keys(run.about).length) label.append(make("span", "note", about(run.about, run.differences)));
     box.addEventListener("change", () => {
       if (box.checked) shown.add(place);
       else shown.delete(place);

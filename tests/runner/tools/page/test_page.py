@@ -167,6 +167,9 @@ def test_runs_are_told_apart_gaps_stay_gaps_and_the_header_has_what_is_set(tmp_p
     assert (one["name"], two["name"]) == ("a/same", "b/same")
     assert one["curves"]["train/entropy"][1][-1] is None
     assert (one["about"], two["about"]) == ({"model.tiny.layers": "2", "loss.objective": "cispo"}, {})
+    (runs[1] / CONFIG_FILE).write_text("{run: {name: b}, loss: {objective: cispo, clip_high: 0.28}}")
+    one, two = contents(runs)["runs"]
+    assert (one["differences"], two["differences"]) == ({"loss.clip_high": ".inf"}, {"loss.clip_high": "0.28"})
 
 
 def test_what_has_no_room_is_left_out_evenly() -> None:
@@ -270,6 +273,8 @@ def loaded(open_page: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder, "<img src=x>a"), write_run(folder, "b", per_token=False)]
     write_rollouts(runs[1], 5, per_token=False, first=1)
+    for run, value in zip(runs, ("<b>0.3</b>", "0.2"), strict=True):
+        (run / CONFIG_FILE).write_text(f"data: {{path: d}}\nloss: {{clip_high: {value}}}")
     return open_page(write_page(runs, folder / "page.html").as_uri())
 
 
@@ -381,6 +386,7 @@ def test_hostile_text_is_text_and_its_tokens_tell_their_values(report: Any) -> N
     response = left.query_selector(".response").text_content()
     assert response == f"{SCRIPT}{IMAGE}\\u001b[2J\\u0000\\u202e<b>bold</b>↵\n"
     assert right.query_selector(".response").text_content() == response.replace("↵", "")  # not token by token
+    assert "loss.clip_high: <b>0.3</b>" in report.query_selector("#runs").text_content()
     summary = left.query_selector("summary").text_content()
     assert [part for part in ("+1 ", "<i>brief +0.5", "+1.33", "4 ", IMAGE) if part not in summary] == []
     assert report.query_selector("#rollouts img, #rollouts script, #rollouts b, #rollouts i") is None
@@ -432,8 +438,10 @@ def test_filters_leave_what_was_asked_for(report: Any) -> None:
     report.select_option("#groups", "all-incorrect")
     assert left("truncated") == []  # nothing in it was truncated
     assert left("") == ["sample 1 incorrect", "sample 2 incorrect"]
+    assert report.is_visible("#legend")
     report.click("#runs input >> nth=0")
     assert len(columns(report)) == 1
+    assert not report.is_visible("#legend")  # the other run has no values per token
 
 
 def test_watching_runs_with_turns_of_an_environment(open_page: Any, tmp_path: Path) -> None:
