@@ -238,7 +238,8 @@ def ninja_file(compiler: list[str], target: Path) -> str:
         x86.append("-DDAPO_AVX512BF16")
     else:
         isa_flags.pop("avx512bf16", None)
-    flags = [*BASE_FLAGS, *openmp, *(f"-I{path}" for path in includes), *x86]
+    quiet = [] if openmp else ["-Wno-unknown-pragmas", "-Wno-unused-parameter"]  # its pragmas and numbers of threads
+    flags = [*BASE_FLAGS, *openmp, *quiet, *(f"-I{path}" for path in includes), *x86]
     objects, rules = [], []
     units = [("csrc/bindings.cpp", "bindings", [f'-DDAPO_SOURCES="{DIGEST}"'])]
     units += [(source, Path(source).stem, []) for source in SOURCES]

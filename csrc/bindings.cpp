@@ -62,6 +62,11 @@ void round_split(uintptr_t high, uintptr_t low, int64_t n, int threads) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "CPU kernels of dapo_kernels";
   m.attr("sources") = DAPO_SOURCES;
+#if defined(_OPENMP)
+  m.attr("openmp") = true;
+#else
+  m.attr("openmp") = false;
+#endif
   const py::call_guard<py::gil_scoped_release> no_gil;
 
   dapo::bind_structs(m);

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,6 +142,8 @@ command("doctor", "show what is installed, what is missing and how to install it
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every locale has an arrow
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()

@@ -45,6 +45,17 @@ def _triton_missing() -> str | None:
     return "torch finds no CUDA device here; TRITON_INTERPRET=1, set before the start, runs it on the CPU for tests"
 
 
+def cpu_build() -> tuple[str, bool] | None:
+    """Return the instruction set of the C++ kernels and whether they use several threads; None if not built.
+
+    Raises RuntimeError if this processor does not run the instruction set of ``DAPO_KERNELS_ISA``.
+    """
+    if _extension_missing():
+        return None
+    module: Any = importlib.import_module("dapo_kernels._C")
+    return module.isa(), module.openmp
+
+
 def cuda_build() -> tuple[list[str], str] | None:
     """Return the architectures of the CUDA module (``["80", "90a", "90+PTX"]``) and its toolkit; None if not built."""
     try:
@@ -181,7 +192,7 @@ def use_backend(name: str) -> Iterator[None]:
     A backward pass uses the backend of its forward pass.
 
     Args:
-        name: ``"torch"`` (eager reference, any device and float dtype), ``"cpp"`` (CPU), ``"cuda"`` or
+        name: ``"torch"`` (eager reference, any device with float64), ``"cpp"`` (CPU), ``"cuda"`` or
             ``"triton"`` (CUDA).
 
     Raises:

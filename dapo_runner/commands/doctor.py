@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from dapo_kernels.backends import available_backends, cuda_build, describe_default
+from dapo_kernels.backends import available_backends, cpu_build, cuda_build, describe_default
 from dapo_kernels.integrations.versions import TRL, VERL, VLLM, Supported
 from dapo_runner.packages import ACCELERATE, PEFT, RUNNER, RUNNER_EXTRA, meets, version
 from dapo_runner.preflight.amx import disable_broken_amx
@@ -62,8 +62,8 @@ def examine() -> list[Finding]:
     amx = ", AMX announced but broken (disabled in oneDNN)" if disable_broken_amx() else ""
     vectors = f"widest vectors {torch.backends.cpu.get_cpu_capability()}{amx}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has none
-    build = cuda_build()
-    built = "not built (optional)" if build is None else f"built for {', '.join(build[0])} with CUDA {build[1]}"
+    cpu, cuda = cpu_build(), cuda_build()
+    threads = "on several threads" if cpu and cpu[1] else "on one thread: built without OpenMP"
     backends = available_backends().items()
     return [
         Finding("python", platform.python_version()),
@@ -71,7 +71,8 @@ def examine() -> list[Finding]:
         Finding("torch", torch.__version__),
         _cuda(),
         *(Finding(f"backend {name}", f"can{'not' * bool(problem)} run", problem or "") for name, problem in backends),
-        Finding("CUDA kernels", built),
+        Finding("C++ kernels", f"built for {cpu[0]}, {threads}" if cpu else "not built"),
+        Finding("CUDA kernels", f"built for {', '.join(cuda[0])}, CUDA {cuda[1]}" if cuda else "not built (optional)"),
         *(_chosen_backends(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))),
         *(_package(wanted, "missing", f"{RUNNER_EXTRA}  ({purpose})") for wanted, purpose in RUNNER),
         *(_package(wanted, ABSENT, f"pip install '{wanted}'  ({purpose})") for wanted, purpose in OPTIONAL),

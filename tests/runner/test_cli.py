@@ -23,7 +23,7 @@ from refusals import refused
 from rich.console import Console
 from small import Dapo, Notes, events_of, write_recipe
 
-from dapo_kernels.backends import cuda_build, registry
+from dapo_kernels.backends import cpu_build, cuda_build, registry
 from dapo_runner.cli import main
 from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
@@ -203,6 +203,15 @@ def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatc
     assert found["backend torch"].advice == ""
     assert "float32: " in found["on cpu"].state
     assert ("built for" in found["CUDA kernels"].state) == (cuda_build() is not None)
+    assert ("built for" in found["C++ kernels"].state) == (cpu_build() is not None)
+
+
+def test_a_locale_without_an_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("triton", "missing", "pip install triton")])
+    assert main(["doctor"]) == 0
+    assert b"? pip install triton" in written.getvalue()
 
 
 def test_doctor_shows_for_which_vocabulary_the_backend_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
