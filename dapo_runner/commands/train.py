@@ -77,8 +77,8 @@ def _dry_run(config: Config) -> int:
 
 def _simulate(config: Config) -> int:
     # These modules use development tools of torch, which training must not depend on.
-    from dapo_runner.preflight.account import describe, fits
     from dapo_runner.preflight.simulate import simulate
+    from dapo_runner.preflight.simulate_report import describe, fits
 
     found = simulate(config)
     print_rows(describe(config, found))

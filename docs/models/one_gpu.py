@@ -8,9 +8,9 @@ Nothing here was measured on a GPU.
 from __future__ import annotations
 
 from dapo_runner.config import load_config
-from dapo_runner.preflight.account import fits, phase_peaks
 from dapo_runner.preflight.memory import GPU_MEMORY
 from dapo_runner.preflight.simulate import KINDS_OF_ONE, simulate
+from dapo_runner.preflight.simulate_report import fits, phase_peaks
 
 GIB = 2**30
 PHASES = ("rollout", "log-probs", "update", "sync")

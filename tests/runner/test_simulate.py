@@ -18,7 +18,6 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, load_config
 from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
 from dapo_runner.policy.model import load_policy
-from dapo_runner.preflight.account import describe, fits, phase_peaks
 from dapo_runner.preflight.memory import (
     GPU_MEMORY,
     PUBLISHED,
@@ -29,6 +28,7 @@ from dapo_runner.preflight.memory import (
     phase_estimate,
 )
 from dapo_runner.preflight.simulate import Observer, Simulation, full_mini_batch, simulate
+from dapo_runner.preflight.simulate_report import describe, fits, phase_peaks
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PAPER, SEVEN, EIGHT = (RECIPES / f"{name}.yaml" for name in ("qwen2.5-32b", "qwen2.5-7b-8gpu", "qwen3-8b-2x8"))
