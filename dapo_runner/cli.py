@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dapo_runner.commands.output import INTERRUPTED, complain, share_warnings
 from dapo_runner.errors import ConfigError, RunError, is_ours
-from dapo_runner.interrupt import StepGivenUpError, end_with_parent
+from dapo_runner.interrupt import StepAbandonedError, end_with_parent
 from dapo_runner.packages import RUNNER_EXTRA, missing_for_runner, version
 from dapo_runner.preflight.amx import disable_broken_amx
 
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         complain(str(error))
         return USER_ERROR if isinstance(error, ConfigError) else RUN_ERROR
-    except (KeyboardInterrupt, StepGivenUpError):
+    except (KeyboardInterrupt, StepAbandonedError):
         complain(f"interrupted{again}")
         return INTERRUPTED
 

@@ -27,7 +27,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-class StepGivenUpError(BaseException):
+class StepAbandonedError(BaseException):
     """The step was abandoned, to end before a kill. It is not an Exception, so that no reward function catches it."""
 
     def __init__(self, reason: str = "it would not end before the process is killed") -> None:
@@ -48,7 +48,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
         self._step_ends = self._killed = float("inf")
         self._terminated = -float("inf")  # time of the last SIGTERM
-        self._may_give_up = False
+        self._may_abandon = False
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -69,18 +69,18 @@ class StopRequest:
         return self.requested and self._step_ends > self._killed
 
     @contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """Raise StepGivenUpError inside this context if the step would end too late. No weight has changed yet."""
-        self._may_give_up = True
+    def abandoning(self) -> Iterator[None]:
+        """Raise StepAbandonedError inside this context if the step would end too late. No weight has changed yet."""
+        self._may_abandon = True
         try:
-            self._give_up_if_late()
+            self._abandon_if_late()
             yield
         finally:
-            self._may_give_up = False
+            self._may_abandon = False
 
-    def _give_up_if_late(self) -> None:
-        if self._may_give_up and self.is_late:
-            raise StepGivenUpError
+    def _abandon_if_late(self) -> None:
+        if self._may_abandon and self.is_late:
+            raise StepAbandonedError
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -91,5 +91,5 @@ class StopRequest:
         self.requested = True
         if number == signal.SIGTERM:
             self._terminated, self._killed = now, now + self.grace
-        self._give_up_if_late()
+        self._abandon_if_late()
         self.note("stopping after this step, which will be saved. Press Ctrl-C again to stop at once.")

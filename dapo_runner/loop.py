@@ -20,7 +20,7 @@ def train(config: Config, progress: Progress | None = None) -> Path:
 
     Raises:
         ConfigError, RunError: The run cannot start, or cannot go on. The message or the subclass of RunError says why.
-        KeyboardInterrupt, StepGivenUpError: After Ctrl-C or SIGTERM, once the step is saved or given up.
+        KeyboardInterrupt, StepAbandonedError: After Ctrl-C or SIGTERM, once the step is saved or abandoned.
 
     Example:
         >>> from tempfile import TemporaryDirectory

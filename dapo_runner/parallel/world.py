@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.config.run import is_cuda
 from dapo_runner.errors import RunError
-from dapo_runner.interrupt import StepGivenUpError
+from dapo_runner.interrupt import StepAbandonedError
 from dapo_runner.parallel.watch import Watch, launched
 
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class _Outcome(NamedTuple):
     def of(work: Callable[[], Any]) -> _Outcome:
         try:
             return _Outcome(work(), None)
-        except (Exception, StepGivenUpError) as error:  # raised again by `value`
+        except (Exception, StepAbandonedError) as error:  # raised again by `value`
             return _Outcome(None, error)
 
     def portable(self, world: World) -> _Outcome:

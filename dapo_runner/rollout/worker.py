@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from dapo_runner.config import Config, TreeShape
 from dapo_runner.engines.engine import Groups, RolloutEngine
-from dapo_runner.interrupt import StepGivenUpError, StopRequest
+from dapo_runner.interrupt import StepAbandonedError, StopRequest
 from dapo_runner.parallel.balance import spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 from dapo_runner.rewards.scoring import Scorer
@@ -68,7 +68,7 @@ class RolloutWorker:
         end = [_Share([], is_end=True)] * self._n_engines
         try:
             result = work()
-        except (Exception, StepGivenUpError):
+        except (Exception, StepAbandonedError):
             self._scatter(end)
             raise
         self._scatter(end)
@@ -101,7 +101,7 @@ class RolloutWorker:
 
     def _answer_share(self, share: _Share, is_late: bool) -> dict[int, Group]:
         if is_late:
-            raise StepGivenUpError
+            raise StepAbandonedError
         sampling, scoring = self.phases
         with self._timed(sampling):
             completions = self._sample(share)
@@ -128,8 +128,8 @@ class RolloutWorker:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         """Measure a phase. Only an engine of one rank may abandon it: in a larger one the other ranks would wait."""
-        may_give_up = self.world.layout.rollout_tensor == 1
-        with self.clock.phase(phase), self.stop.giving_up() if may_give_up else nullcontext():
+        may_abandon = self.world.layout.rollout_tensor == 1
+        with self.clock.phase(phase), self.stop.abandoning() if may_abandon else nullcontext():
             yield
 
 

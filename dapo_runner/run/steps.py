@@ -13,7 +13,7 @@ from dapo_runner.algorithms.segments import segment_metrics, tree_segments
 from dapo_runner.checkpoint import take_snapshot
 from dapo_runner.data.dataset import Dataset
 from dapo_runner.evaluate import evaluate
-from dapo_runner.interrupt import StepGivenUpError, StopRequest
+from dapo_runner.interrupt import StepAbandonedError, StopRequest
 from dapo_runner.logging.metrics import batch_metrics, prefixed, sampling_metrics
 from dapo_runner.logging.run_log import RunLog
 from dapo_runner.logging.speed import speed_metrics
@@ -126,10 +126,10 @@ class Run(TrainingRun):
 
     def _wait_for_sample(self, sampler: AsynchronousSampler) -> SampledStep:
         if self.world.any(self.stop.is_late):
-            raise StepGivenUpError
+            raise StepAbandonedError
 
         def take() -> None:
-            with self.stop.giving_up():
+            with self.stop.abandoning():
                 self.untrained = sampler.next(self.generate_round)
 
         with self.clock.phase("wait"):

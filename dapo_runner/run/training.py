@@ -12,7 +12,7 @@ from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.checkpoint import BackgroundSaves, CheckpointError, is_whole, save_checkpoint, take_snapshot
 from dapo_runner.config import Config
-from dapo_runner.interrupt import StepGivenUpError, StopRequest
+from dapo_runner.interrupt import StepAbandonedError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch
 from dapo_runner.run.context import RunContext
 
@@ -150,9 +150,9 @@ class TrainingRun:
         already in progress finishes as long as no rank is killed.
         """
         step, note = self.last_completed_step, self.progress.note
-        if not (self.world.is_single_process or isinstance(error, (Exception, StepGivenUpError))):
+        if not (self.world.is_single_process or isinstance(error, (Exception, StepAbandonedError))):
             return
-        if isinstance(error, StepGivenUpError):
+        if isinstance(error, StepAbandonedError):
             note(f"what follows step {step} is abandoned: {error}")
         try:
             try:

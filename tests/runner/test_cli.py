@@ -27,7 +27,7 @@ from dapo_kernels.backends import cpu_build, cuda_build, registry
 from dapo_runner.cli import main
 from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
-from dapo_runner.interrupt import StepGivenUpError
+from dapo_runner.interrupt import StepAbandonedError
 from dapo_runner.loop import train
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.calls import RewardError
@@ -265,7 +265,7 @@ def test_doctor_judges_versions(package: str, installed: str, state: str, monkey
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(KeyboardInterrupt, 130), (StepGivenUpError, 130), *((error, 1) for error in (EpisodeError, RewardError))],
+    [(KeyboardInterrupt, 130), (StepAbandonedError, 130), *((error, 1) for error in (EpisodeError, RewardError))],
 )
 def test_what_ends_a_run_is_one_line_with_its_code(
     error: type[BaseException], code: int, tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch

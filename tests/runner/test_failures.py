@@ -28,7 +28,7 @@ from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.files import read_jsonl
-from dapo_runner.interrupt import ONE_STOP, StepGivenUpError, StopRequest
+from dapo_runner.interrupt import ONE_STOP, StepAbandonedError, StopRequest
 from dapo_runner.logging import metrics
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
@@ -219,16 +219,16 @@ def test_a_mismatch_above_the_limit_warns(tmp_path: Path, start: Path) -> None:
 
 
 @pytest.mark.parametrize(("phase", "call", "evaluated"), [("rollout", 3, [0, 2]), ("evaluate", 2, [0])])
-def test_what_would_end_too_late_is_given_up(
+def test_what_would_end_too_late_is_abandoned(
     phase: str, call: int, evaluated: list[int], whole: Path, tmp_path: Path, start: Path
 ) -> None:
     """The signal is first answered with a promise to save the step; another line takes it back."""
     late, notes = rare(tmp_path, start, run={"grace": 1e-9}), AtPhase(phase, call, lambda: send(SIGTERM))
-    with pytest.raises(StepGivenUpError) as given_up:
+    with pytest.raises(StepAbandonedError) as caught:
         train(late, notes)
     assert saved_steps(tmp_path) == [2]
     assert [event["step"] for event in events_of(tmp_path / "small", "eval")] == evaluated
-    (abandoned,) = [line for line in notes.lines if str(given_up.value) in line]
+    (abandoned,) = [line for line in notes.lines if str(caught.value) in line]
     assert "step 2 " in abandoned
     assert [line for line in notes.lines if "step 2 " in line and line != abandoned]  # it is saved
     assert without_sync(train(late, Notes())) == without_sync(whole)
@@ -249,7 +249,7 @@ def test_a_reward_that_fails_is_warned_of_and_none_can_catch_the_end_of_its_step
     CALLS.clear()
     reward = {"kind": "test_failures:flaky", "calls": {"retries": 0, "max_failed": 0.5}}
     late = rare(tmp_path, start, run={"grace": 1e-9, "eval_every": 0}, data={"eval_size": 0}, reward=reward)
-    with pytest.raises(StepGivenUpError):
+    with pytest.raises(StepAbandonedError):
         train(late, notes := Notes())
     assert saved_steps(tmp_path) == [1]
     assert [line for line in notes.lines if "no reward today" in line]
@@ -319,16 +319,16 @@ def test_only_sigterm_gives_up_a_step_and_only_where_it_may() -> None:
     for number, grace in ((SIGINT, 1e-9), (SIGTERM, 1e6)):
         with StopRequest(grace=grace) as stop:
             stop.expect_step(1000.0)
-            with stop.giving_up():
+            with stop.abandoning():
                 send(number)
             assert stop.requested
     with StopRequest(grace=1e-9) as stop:
         stop.expect_step(1000.0)
-        with suppress(ValueError), stop.giving_up():
+        with suppress(ValueError), stop.abandoning():
             raise ValueError
         send(SIGTERM)
         assert stop.is_late
-        with pytest.raises(StepGivenUpError), stop.giving_up():
+        with pytest.raises(StepAbandonedError), stop.abandoning():
             pass
 
 

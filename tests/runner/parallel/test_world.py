@@ -301,7 +301,7 @@ class LateError:
     def is_late(self) -> bool:
         raise ValueError("no clock")
 
-    def giving_up(self) -> Any:
+    def abandoning(self) -> Any:
         return nullcontext()
 
 
