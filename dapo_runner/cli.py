@@ -57,7 +57,7 @@ SIMULATE = argument("--simulate", action="store_true", help="estimate the memory
 command("train", "run a recipe, or resume its run", CONFIG, DRY_RUN, SIMULATE, takes="CONFIG")
 command(
     "sft",
-    "supervised training on examples or on verdicts of a judge",
+    "run supervised fine-tuning on examples or a judge's verdicts",
     argument("config", help="a YAML file: docs/sft.md"),
     argument("--dry-run", action="store_true", help="read the data, print a summary and the preflight checks"),
     takes="CONFIG",
@@ -86,7 +86,7 @@ command(
     "serve",
     "start a vLLM server for the rollouts of a recipe",
     CONFIG,
-    argument("--server", type=int, default=0, metavar="I", help="which of rollout.server.urls (default: 0)"),
+    argument("--server", type=int, default=0, metavar="I", help="index into rollout.server.urls (default: 0)"),
     takes="CONFIG",
 )
 command(

@@ -41,7 +41,7 @@ COMMANDS: dict[str, type[Section]] = {
     "dapo convert-answers": ConvertConfig,
 }
 COLUMNS = "| key | type | default | meaning | requires |\n|---|---|---|---|---|"
-OF_AN_OBJECTIVE = "The defaults are those of the objective that `loss.objective` names ([objectives](objectives.md)).\n"
+OF_AN_OBJECTIVE = "The defaults are those of `loss.objective`. [Objectives](objectives.md) explains the symbols.\n"
 _FIELD = re.compile(r"^    (\w+): .*?(?:  # (?!type:)(.*)|  # type:.*)?$")
 
 

@@ -78,7 +78,7 @@ class Objective:
     Attributes:
         surrogate: ``"clip"``: −min(ρA, clip(ρ, 1−clip_low, 1+clip_high)·A) (PPO, eq. 7);
             ``"cispo"``: −sg[clip(ρ, 1−clip_low, 1+clip_high)]·A·ℓ; ``"reinforce"``: −A·ℓ;
-            ``"sapo"``: −A·σ(τ(ρ−1))·4/τ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, or zero if the
+            ``"sapo"``: −A·σ(κ(ρ−1))·4/κ; ``"dppo_tv"``, ``"dppo_kl"``: −sg[min(ρ, dual_clip)]·A·ℓ, or zero if the
             token's probability has changed by more than clip_low or clip_high in the direction of A (DPPO);
             ``"up"``: −A·ℓ for A > 0, else −min(ρA, max(ρ, 1−clip_low)·A) (UP).
         ratio: ``"token"``: ρ = exp(ℓ − ℓ_old); ``"sequence"``: the exponential of the mean of ℓ − ℓ_old over the
@@ -89,10 +89,10 @@ class Objective:
         clip_high: how far above 1 the ratio may rise; may be ``math.inf``. With ``"dppo_*"`` like clip_low.
         dual_clip: for A < 0 the clip loss is at most −dual_clip·A (Ye et al. 2020); above 1, or ``None``. With
             ``"dppo_*"`` it limits the weight of a ratio, but does not stop its gradient.
-        sapo_tau: τ for A > 0 and for A ≤ 0.
+        sapo_tau: κ for A > 0 and for A ≤ 0.
         vespo: (k, λ for A ≥ 0, k, λ for A < 0): the policy term is multiplied by W^k·exp(λ(1 − W)), a constant, where
             log W is the sum of ℓ − ℓ_old over the sequence.
-        off_policy_mask: in sequences with a larger mean of ℓ_old − ℓ, tokens with A < 0 lose their policy term.
+        off_policy_mask: where a sequence's mean of ℓ_old − ℓ exceeds this, tokens with A < 0 lose their policy term.
         kl_coef: weight of a KL penalty to ``ref_logprobs``.
         kl_estimator: with d = ℓ_ref − ℓ: ``"k1"`` −d, ``"k2"`` ½d², ``"k3"`` exp(d) − d − 1.
         kl_to: ``"reference"``, or ``"old"``: a penalty to ``old_logprobs`` instead of ``ref_logprobs``.
@@ -110,8 +110,7 @@ class Objective:
             from the tokens whose covariance of advantage and log-prob is in (low, high).
         kl_cov: (share, coef): this share of the live tokens, those with the highest covariance, gets the penalty
             coef·|ℓ − ℓ_old|, times the token's importance weight.
-        max_old_prob: tokens with a higher probability under the old policy do not train. The denominator does not
-            change.
+        max_old_prob: tokens above this probability under the old policy do not train. The denominator does not change.
         paper: the source of the row.
 
     Example:
@@ -163,7 +162,7 @@ class Objective:
             raise ValueError(f"dual_clip must be greater than 1, or None; got {self.dual_clip!r}")
         if self.length_norm is not None and not _is_number(self.length_norm, 0.0, _LARGEST, open_low=True):
             raise ValueError(f"length_norm must be positive, or None; got {self.length_norm!r}")
-        _numbers("sapo_tau", self.sapo_tau, ("τ for A > 0", "τ for A ≤ 0"), positive=2)
+        _numbers("sapo_tau", self.sapo_tau, ("κ for A > 0", "κ for A ≤ 0"), positive=2)
         if self.vespo is not None:
             _numbers("vespo", self.vespo, ("k for A ≥ 0", "λ for A ≥ 0", "k for A < 0", "λ for A < 0"), positive=4)
         if self.off_policy_mask is not None:

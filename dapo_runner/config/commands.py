@@ -35,15 +35,15 @@ class SftDataConfig(PromptsConfig):
     path: LocalPath  # as data.path in dapo train
     columns: SftColumnsConfig | None = None  # null: prompt and completion, or messages, or the columns of verdicts
     judge: JudgePrompt = JudgePrompt()  # the prompt for verdicts, as in reward.judge
-    chat_template_kwargs: dict[str, Plain] = {}  # for the chat template, e.g. {enable_thinking: false}
-    max_tokens: PositiveInt = 4096  # of prompt and completion together; longer examples are left out and counted
-    eval_path: LocalPath | None = None  # held-out rows
+    chat_template_kwargs: dict[str, Plain] = {}  # arguments of the chat template, e.g. {enable_thinking: false}
+    max_tokens: PositiveInt = 4096  # tokens of prompt and completion together; longer examples are left out and counted
+    eval_path: LocalPath | None = None  # data set of held-out rows
     eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows held out from the training set
 
 
 class SftOptimizerConfig(OptimizerConfig):
     lr: MayChange[PositiveFloat] = 1e-5
-    warmup_steps: NonNegativeInt = 20  # updates
+    warmup_steps: NonNegativeInt = 20  # updates of linear warm-up
     schedule: MayChange[Literal["constant", "linear", "cosine"]] = "cosine"
     mini_batch_size: PositiveInt = 64  # examples of an update
 
@@ -73,7 +73,7 @@ class SftConfig(TrainingConfig):
 
 
 class VariantConfig(Section):
-    name: Name  # of its runs' folder
+    name: Name  # name of the folder of its runs
     label: str | None = None  # null: the name
     over: Name | None = None  # an earlier variant whose overrides this one extends
     overrides: dict[str, Plain] = {}  # sections, or dotted keys
@@ -83,16 +83,16 @@ class VariantConfig(Section):
 class FigureConfig(Section):
     """A picture with one column per curve: the means of the variants, and their differences to the first variant."""
 
-    name: Name  # of its file
-    title: str  # above the picture
+    name: Name  # name of its file
+    title: str  # title above the picture
     variants: list[Name] = Field(min_length=1)  # one line each; the first is the baseline
-    curves: list[str] = Field(min_length=1)  # as in metrics.jsonl
+    curves: list[str] = Field(min_length=1)  # metrics, named as in metrics.jsonl
     x: Literal["step", "tokens", "updates", "seconds"] = "step"  # the horizontal axis
 
 
 class StudyConfig(Section):
-    name: Name = "study"  # of the study's folder
-    title: str = "Study"  # of its page
+    name: Name = "study"  # name of the study's folder
+    title: str = "Study"  # title of the study's page
     about: str = ""  # a paragraph under the title
     base: str  # a YAML file, beside the study's own, or the name of a recipe
     output_dir: LocalPath = Path("studies")  # the study lives in output_dir/name

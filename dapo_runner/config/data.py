@@ -17,8 +17,8 @@ class ArithmeticConfig(Section):
 
     operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)  # each problem has one of them
     operands: Annotated[Int, Field(ge=2, le=8)] = 2  # numbers in a problem
-    min_digits: PositiveInt = 1  # of each number
-    max_digits: Annotated[Int, Field(gt=0, le=9)] = 2  # of each number
+    min_digits: PositiveInt = 1  # fewest digits of a number
+    max_digits: Annotated[Int, Field(gt=0, le=9)] = 2  # most digits of a number
     even_digits: bool = False  # true: sample lengths uniformly, then digits; false: sample numbers uniformly
     train_size: PositiveInt = 4096  # training problems; data.eval_size others are held out
 
@@ -50,8 +50,8 @@ class ColumnsConfig(Section):
 
 
 class SourceConfig(Section):
-    subset: str | None = None  # of a Hugging Face data set
-    split: str = "train"  # of a Hugging Face data set
+    subset: str | None = None  # subset of a Hugging Face data set
+    split: str = "train"  # split of a Hugging Face data set
     limit: PositiveInt | None = None  # use only the first N problems; `dapo train` does not count repeated rows
 
 

@@ -15,9 +15,9 @@ class EnvironmentConfig(Section):
     kind: str | None = None  # module:Class; every episode makes an instance
     tools: list[str] = []  # functions that the policy may call, each as module:function
     max_turns: PositiveInt = 8  # turns of the policy in an episode
-    max_turn_tokens: PositiveInt | None = None  # of one turn; null: what is left of rollout.max_response_tokens
-    timeout_seconds: PositiveFloat = 60.0  # from turn to turn (reset, tools, step); slower episodes are left out
-    max_failed: BelowOne = 0.0  # share of the episodes of a round and rank that may fail
+    max_turn_tokens: PositiveInt | None = None  # limit of a turn; null: what is left of rollout.max_response_tokens
+    timeout_seconds: PositiveFloat = 60.0  # limit of a reset or of the answer to a turn; slower episodes are left out
+    max_failed: BelowOne = 0.0  # share of a rank's episodes in a round that may fail
 
     def checks(self) -> Iterator[Check]:
         yield "kind", ":" in self.kind if self.kind else bool(self.tools), "module:Class, or env.tools"

@@ -82,7 +82,7 @@ class RewardPart(Section):
 
     use: str  # a rule, or module:function
     weight: float = 1.0  # weight in the sum
-    name: Name | None = None  # in metrics; null: the name of the rule or function
+    name: Name | None = None  # name in metrics; null: the name of the rule or function
 
     @property
     def label(self) -> str:
@@ -97,7 +97,7 @@ class CallsConfig(Section):
 
     concurrency: PositiveInt | None = None  # calls at the same time; null: 64 for an async function or an API, else 1
     retries: NonNegativeInt = 2  # retries of a failed call
-    max_failed: BelowOne = 0.0  # share of the prompts of a round and rank that failed calls may lose, rounded up
+    max_failed: BelowOne = 0.0  # share of a rank's prompts in a round that may be lost to failed calls, rounded up
 
 
 class RewardKLConfig(Section):

@@ -83,7 +83,7 @@ class EvaluationConfig(SamplingConfig):
 class ServerConfig(Section):
     """The server engine: `vllm serve` processes started by `dapo serve`. docs/server.md."""
 
-    urls: Annotated[list[str], Field(min_length=1)] = ["http://127.0.0.1:8000"]  # of the servers
+    urls: Annotated[list[str], Field(min_length=1)] = ["http://127.0.0.1:8000"]  # addresses of the servers
     key_env: str | None = None  # the environment variable with their API key; null: the file that `dapo serve` writes
     transfer: Literal["file", "nccl"] = "file"  # how weights are sent; nccl: from GPU to GPU
     folder: Path | None = None  # for file: a folder that trainer and servers share; null: shared memory of this machine
@@ -160,7 +160,7 @@ class RolloutConfig(SamplingConfig):
     max_mismatch_kl: PositiveFloat | None = None  # warn if train/rollout_k3 of a step, KL(engine‖trainer), exceeds it
     group_size: PositiveInt = 16  # responses per prompt; 1 is allowed if no setting compares responses
     temperature: PositiveFloat = 1.0
-    # with top_p, top_k, min_p: compute the learner's log-probs over the kept tokens; otherwise the ratio is biased
+    # with top_p, top_k, min_p: compute the trainer's log-probs over the kept tokens; otherwise the ratio is biased
     sampling_mask: bool = False
     stop: list[Annotated[str, Field(min_length=1)]] = []  # a response ends once it contains one of them
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are left out

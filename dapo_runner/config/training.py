@@ -52,7 +52,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str | None = None  # a folder in transformers' format or a hub name
     tiny: TinyModelConfig | None = None  # a small model, created when the run starts
-    # of weights and activations; the optimizer always uses float32. float16 trains with a loss scale
+    # dtype of weights and activations; the optimizer always uses float32. float16 trains with a loss scale
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     float32_logits: bool = False  # the output head computes float32 logits, in trainer and rollout engine
     # auto: flash or varlen if available, else sdpa
@@ -76,7 +76,7 @@ class SegmentsConfig(Section):
     requires = {"kind=chain": "interval samples", "kind=tree": "tokens per_step"}
 
     kind: Literal["chain", "tree"]  # chain: values from continuations; tree: values from the responses below a node
-    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # ρ: tokens less likely than this are cut points
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.9  # tokens less likely than this are cut points
     mask: bool = True  # true: only cut points train; false: all tokens
     interval: PositiveInt = 5  # chain: cut points per segment
     samples: PositiveInt = 9  # chain: continuations per value; their mean reward is the value
@@ -149,7 +149,7 @@ class LossConfig(Section):
     reference: str | None = None  # the model of the reference policy; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    old_logprobs: Literal["learner", "rollout"] = "learner"  # whose log-probs are the old ones of the ratio
+    old_logprobs: Literal["learner", "rollout"] = "learner"  # source of old log-probs: trainer, or rollout engine
     # mixtures of experts: replay the routing of the pass for old log-probs (trainer) or of sampling (engine)
     routing_replay: Literal["trainer", "engine"] | None = None
 
