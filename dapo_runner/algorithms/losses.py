@@ -67,7 +67,7 @@ class PolicyLoss:
                 if bool((advantages != advantages[:1]).any()):
                     raise ConfigError(
                         "advantage.kind: expected one advantage for all tokens of a response with this loss.objective, "
-                        "got several. Use 'ppo' or 'gspo_token'"
+                        "got several. Set loss.objective to ppo or gspo_token."
                     )
         return sequences
 

@@ -144,7 +144,7 @@ class MovingReference(MasterWeights):
         super().__init__(dict(model.named_parameters()), "reference.", offload=offload)
         self.policy, self.alpha = policy, alpha
         if any(name not in policy or policy[name].shape != tensor.shape for name, tensor in self.tensors.items()):
-            raise ConfigError("loss.reference_ema: requires a reference with the same weights as the policy")
+            raise ConfigError("loss.reference_ema: requires a reference with the policy's parameter names and shapes")
 
     @torch.no_grad()
     def follow(self) -> None:

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(options, name)}")
     if (options.nnodes > 1) != (options.rdzv_endpoint is not None):
-        raise ConfigError("--rdzv-endpoint: requires --nnodes above 1, which requires --rdzv-endpoint=HOST:PORT")
+        raise ConfigError("--rdzv-endpoint: required with --nnodes above 1, and only then. Set both or neither.")
     command = "sft" if options.sft else "train"
     if options.sft:
         config = parse(apply_overrides(read_recipe(options.config), overrides), SftConfig).training()

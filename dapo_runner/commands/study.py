@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     base = neighbor if neighbor.is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
     if starts and read_recipe(base).get("model", {}).get("path"):
-        raise ConfigError(f"{min(starts)}: expected a start model, found none. The recipe's first lines make it")
+        raise ConfigError(f"{min(starts)}: expected a start model, found none. The recipe's first lines show how.")
     configs = {planned.variant: _before_start(planned.config, starts) for planned in runs}
     for config in configs.values():
         check_needs(config, make_layout(config, 1, 1))

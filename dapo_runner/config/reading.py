@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise yaml.YAMLError(f"{name}: stands in line {lines[name]} and in line {line}. Put them together.")
+                raise yaml.YAMLError(f"duplicate key {name} in line {lines[name]} and line {line}. Merge the two.")
             lines[name] = line
         return node
 

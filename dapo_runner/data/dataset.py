@@ -169,7 +169,7 @@ def tokenize(
         return [(render(turns, None, chat=False), ()) for turns in conversations]
     has_template = bool(tokenizer.chat_template)
     if data.chat_template == "always" and not has_template:
-        raise ConfigError("data.chat_template: expected a tokenizer with a chat template for 'always', it has none")
+        raise ConfigError("data.chat_template: 'always' requires a tokenizer with a chat template. Set it to auto.")
     chat = has_template and data.chat_template != "never"
     try:
         texts = [render(turns, tokenizer, chat, **kwargs) for turns in conversations]

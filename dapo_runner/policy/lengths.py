@@ -83,7 +83,7 @@ def _check_windows(config: Config, model: Any) -> None:
     """Raise ConfigError for sliding windows that vLLM 0.32 ignores: those of only some layers, in Qwen2-MoE."""
     engine, window = config.rollout.engine, getattr(model, "sliding_window", 0)
     if model.model_type == "qwen2_moe" and len(set(model.layer_types)) > 1 and config.longest_sequence > window:
-        raise ConfigError(f"rollout.engine: expected hf, got {engine}, which ignores the window of {window} tokens.")
+        raise ConfigError(f"rollout.engine: {engine} ignores the sliding window of {window} tokens. Set it to hf.")
 
 
 def _max_positions(config: Any) -> int | None:

@@ -295,7 +295,7 @@ def _prepare(model: Any, config: ModelConfig) -> None:
         model.train()  # transformers recomputes only in train mode
     if config.compile:
         if not _blocks(model):
-            raise ConfigError(f"model.compile: requires layers that transformers names, got {type(model).__name__}")
+            raise ConfigError(f"model.compile: is not supported with {type(model).__name__}. Set it to false.")
         # All layers share one compilation for any number of positions. Attention is not compiled.
         for block in _blocks(model):
             block.compile(dynamic=True)

@@ -65,7 +65,7 @@ class Routing:
             others = zip(layer.choices, layer.n_experts, strict=True)
             layer.replayed = [(choice.long() + 1) % n_experts for choice, n_experts in others]
         if torch.equal(run(), before):
-            raise ConfigError("loss.routing_replay: requires use of the top-k's indices. Set it to null.")
+            raise ConfigError("loss.routing_replay: has no effect with this router. Set it to null.")
         self.follow(None)
 
 

@@ -127,8 +127,8 @@ class AsynchronousSampler:
             left = max(start, self._last_change) + self.round_timeout - time.monotonic()
             if left <= 0:
                 raise SamplingStalledError(
-                    f"rollout.server.answer_within: expected a round within {self.round_timeout:g} s, none has ended. "
-                    f"Step {self.step} waits, {self.in_flight} prompts are in flight."
+                    f"rollout.server.answer_within: expected a round within {self.round_timeout:g} s, got none. "
+                    f"Step {self.step} waits, {self.in_flight} prompts are in flight. Check the servers, or raise it."
                 )
             self._changed.wait(left)
         return self._ready.popleft()

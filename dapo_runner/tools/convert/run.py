@@ -47,7 +47,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     journal = beside(out, "journal")
     for path in (out, beside(out, "rejected")):
         if path.exists() and not journal.exists():
-            raise ConfigError(f"{path}: expected no file, as it is not written over. Choose another OUT.")
+            raise ConfigError(f"{path}: already exists and is not overwritten. Choose another OUT.")
     held = {name for name in ConvertConfig.model_fields if not may_change(name, ConvertConfig)}
     settled = _read_journal(journal, config.model_dump(mode="json", include=held))
     waiting = {key: problem for key, problem in problems.items() if key not in settled}
