@@ -322,6 +322,6 @@ def _warn_of_a_token_count(layout: Layout, objective: Objective, value: float | 
         warnings.warn(
             f"{layout.caller}: denominator equals the number of live tokens in this call, but with aggregate="
             f"{objective.aggregate!r} it has to be the number of {counted} with a live token, over all micro-batches "
-            "and ranks; nothing is wrong if the two agree by chance",
+            "and ranks. Ignore this if both counts are equal",
             stacklevel=2,
         )

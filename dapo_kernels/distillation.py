@@ -24,7 +24,7 @@ class DistillationOutput(NamedTuple):
     """The result of a distillation loss.
 
     ``loss`` is 0-d and carries the gradient. ``divergence`` is per token, detached, in the layout of ``hidden``, 0 on
-    dead tokens.
+    masked tokens.
 
     Example:
         >>> import torch

@@ -49,7 +49,7 @@ class SamplingMask(NamedTuple):
     @classmethod
     def from_kept(cls, kept: Tensor) -> SamplingMask:
         """Return the mask for bool [T, V] or [B, L, V], True where a token could be sampled, such as ``logits > -inf``
-        after truncation. A row that is all True, or all False, gets no list. Waits for a GPU.
+        after truncation. A row that is all True, or all False, gets no list. Synchronizes with the GPU.
         """
         if kept.dtype != torch.bool or kept.dim() not in (2, 3):
             raise TypeError(f"SamplingMask: kept must be bool [T, V] or [B, L, V], got {kept.dtype} {list(kept.shape)}")
@@ -335,7 +335,7 @@ def _check_once(layout: Layout, ids: Tensor, offsets: Tensor, live: Tensor) -> N
     at = cpu_backend().find_repeated(ids, offsets, live)
     if at is not None:
         row = int(torch.searchsorted(offsets, at, right=True)) - 1
-        raise layout.fail("sampling_mask", "of ids each once per token", f"{int(ids[at])} twice for token {row}")
+        raise layout.fail("sampling_mask", "a list of distinct ids per token", f"{int(ids[at])} twice for token {row}")
 
 
 def check_flag(layout: Layout, name: str, value: Any) -> bool:

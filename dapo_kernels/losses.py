@@ -39,7 +39,7 @@ class LossOutput(NamedTuple):
     """The result of a policy loss.
 
     ``loss`` is 0-d and carries the gradient. ``logprobs`` and ``entropy`` are detached, in the layout of
-    ``target_ids``, 0 on dead tokens; ``entropy`` is ``None`` if it was not computed. ``metrics`` are sums over live
+    ``target_ids``, 0 on masked tokens; ``entropy`` is ``None`` if it was not computed. ``metrics`` are sums over live
     tokens, computed when they are first read; see ``summarize``. Read them before you change an input through a NumPy
     array that shares its memory: that change is not noticed.
 
@@ -98,8 +98,8 @@ def dapo_loss(
         mask: same shape as ``target_ids``: which tokens train; a masked one may hold anything, NaN too. Default: None.
         cu_seqlens: int32 [S+1], the boundaries of packed sequences. Default: None.
         ref_logprobs: per token, under the reference policy; required if ``kl_coef`` is not 0. Default: None.
-        importance_weights: per token or sequence; they multiply the policy term and KL-Cov's penalty, but not the KL to
-            a reference or the entropy bonus (rollout correction). Default: None.
+        importance_weights: per token or sequence (rollout correction); they multiply the policy term and KL-Cov's
+            penalty, but not the reference KL or the entropy bonus. Default: None.
         temperature: positive number, or one per token. Default: 1.0.
         sampling_mask: a ``SamplingMask``: the tokens that top-p, top-k or min-p left for sampling. Log-probs, entropies
             and gradients are those of the softmax over them; other logits of the row are not read (docs/guide.md).

@@ -127,7 +127,7 @@ def summarize(metrics: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) ->
         entropy            mean entropy in nats; only of calls that computed it (``entropy=True``, or the objective)
         clip_low           share of tokens without a policy gradient because ρ < 1 − clip_low and A < 0
         clip_high          share of tokens without a policy gradient because ρ > 1 + clip_high and A > 0
-        clip_dual          share of tokens with A < 0 whose loss ``dual_clip`` limits: it would be larger without
+        clip_dual          share of tokens with A < 0 whose loss ``dual_clip`` bounds
         clip_high_prob     mean of exp(ℓ) over the tokens of clip_high; absent if there are none
         nonfinite          number of tokens whose ℓ is NaN or infinite. Such inputs are not counted: ℓ_old shows in
                            approx_kl, ℓ_ref in ref_kl, A in the loss

@@ -42,7 +42,7 @@ class PreferenceOutput(NamedTuple):
 
     ``loss`` is 0-d and carries the gradient. The rest is detached: ``rewards`` [P, 2] of each pair, β·Σ(ℓ − ℓ_ref) of
     the chosen and of the rejected response, 0 if the pair does not count; ``logprobs`` and ``entropy`` in the layout of
-    ``target_ids``, 0 on dead tokens (``entropy`` is ``None`` unless requested); ``metrics``, sums over pairs, see
+    ``target_ids``, 0 on masked tokens (``entropy`` is ``None`` unless requested); ``metrics``, sums over pairs, see
     ``summarize``.
 
     Example:

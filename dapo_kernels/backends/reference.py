@@ -75,10 +75,7 @@ def _check_lists(request: RowRequest, vocab: int, listed: Tensor, ids: Tensor, r
     elif bool(missing.any()):
         row = int(missing.nonzero()[0])
         n, target = int((rows == row).sum()), int(request.target_ids[row])
-        raise ValueError(
-            f"sampling_mask: token {row} is live and its id {target} is not among the {n} that it keeps: it cannot "
-            "have been sampled from them"
-        )
+        raise ValueError(f"sampling_mask: the ids of token {row} must include its target {target}, got {n} others")
 
 
 def find_repeated(ids: Tensor, offsets: Tensor, live: Tensor) -> int | None:

@@ -187,8 +187,8 @@ def _check_not_recomputed(base: Tensor, logits: Tensor) -> None:
     is_backward = torch._C._current_graph_task_id() != -1
     if is_backward and _gradient_at.get(base) == (logits.data_ptr(), logits._version):
         raise RuntimeError(
-            "inplace_backward=True: a checkpoint repeats the loss, but not what made its logits, which now hold their "
-            "gradient. Make the logits inside of the checkpoint, or call with inplace_backward=False."
+            "inplace_backward=True: activation checkpointing recomputes the loss from logits that hold their gradient "
+            "now. Compute the logits inside the checkpoint too, or pass inplace_backward=False."
         )
 
 

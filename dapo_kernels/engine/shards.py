@@ -170,7 +170,7 @@ def shard_columns(
         )
     counted, token_counts, settings_of_ranks, checksums = theirs.t().tolist()
     if _REFUSED in counted:
-        raise ValueError(f"{caller}: rank {counted.index(_REFUSED)} of the group has refused its arguments: see there")
+        raise ValueError(f"{caller}: rank {counted.index(_REFUSED)} of the group has invalid arguments: see its error")
     if len(set(settings_of_ranks)) > 1:
         raise ValueError(f"{caller}: all ranks of the group must make the same call; here it is {settings}")
     if len(set(token_counts)) > 1 or len(set(checksums)) > 1:

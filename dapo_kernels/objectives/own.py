@@ -88,8 +88,8 @@ def _check_function(
     again = function(logprobs[some].detach(), None if entropy is None else entropy[some].detach(), part)
     if again.requires_grad:
         raise ValueError(
-            f"objective {name_of(function)!r}: its losses require a gradient of something other than logprobs and "
-            "entropy, such as a parameter, which gets none. Use it detached"
+            f"objective {name_of(function)!r}: its losses must have a gradient only through logprobs and entropy. "
+            "Detach other tensors, such as parameters"
         )
     if torch.compiler.is_compiling():  # what follows would wait for values
         return

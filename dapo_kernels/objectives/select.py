@@ -18,7 +18,7 @@ __all__ = ["clip_cov", "clip_hits", "covariance", "highest", "kl_cov", "share_of
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, live: Tensor) -> Tensor:
-    """Return (A − mean A)(ℓ − mean ℓ) over live tokens (Cui et al. 2025, eq. 10); −inf on dead tokens.
+    """Return (A − mean A)(ℓ − mean ℓ) over live tokens (Cui et al. 2025, eq. 10); −inf on masked tokens.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def top_entropy(entropy: Tensor, live: Tensor, share: float) -> Tensor:
 def clip_hits(
     objective: Objective, logprobs: Tensor, log_ratio: Tensor | None, advantages: Tensor, live: Tensor
 ) -> Tensor:
-    """Return int8 [N]: the clip bound that the surrogate hits, 0 for none or dead.
+    """Return int8 [N]: the clip bound that the surrogate hits, 0 for none or a masked token.
 
     Args:
         log_ratio: with ratio ``"sequence"`` or ``"sequence_token"`` the mean of ℓ − ℓ_old over the live tokens of the

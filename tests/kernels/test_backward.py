@@ -198,7 +198,7 @@ def test_in_place_a_checkpoint_makes_the_logits_anew_or_is_refused(backend: str,
         logits = leaf * 1
         return checkpoint(lambda: loss(logits), use_reentrant=False)
 
-    with pytest.raises(RuntimeError, match=r"inplace_backward=True: a checkpoint .*inplace_backward=False"):
+    with pytest.raises(RuntimeError, match="inplace_backward"):
         gradient(closing_over)
     refills = (lambda leaf: loss(leaf * 1), lambda leaf: loss(buffer.detach().copy_(leaf)))
     for refill, _ in itertools.product(refills, range(2)):
