@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from policy_batches import Capped, gradients, network, packed, padded, relative_
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -76,6 +77,7 @@ def train_wrapped(rank: int, how: str, objective: str) -> tuple[Any, ...]:
 def on_a_rank(rank: int, folder: Path) -> None:
     torch.save({case: train_wrapped(rank, *case) for case in CASES}, folder / f"{rank}.pt")
     share_head_on_a_rank(rank)
+    prepare_on_a_rank(rank)
 
 
 def test_ddp_fsdp2_and_a_shared_head_give_the_gradient_of_one_process(tmp_path: Path) -> None:
@@ -127,3 +129,20 @@ def share_head_on_a_rank(rank: int) -> None:
     for model in (with_dtensor_head(capped, mesh), with_own_rows(Capped(network().config), rank)):
         with pytest.raises(ValueError, match="Capped"):
             PolicyLoss(model, group=mesh.get_group())(**padded())
+
+
+def prepare_on_a_rank(rank: int) -> None:
+    """accelerate's FSDP2 with its defaults: the layers are sharded one by one, and a tied head stays tied."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    options = {"auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": True}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+    settings = {"mixed_precision": "no", "is_main_process": rank == 0, "device": torch.device("cpu")}
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), **settings)
+    policy = fsdp2_prepare_model(accelerator, PolicyLoss(network(tie_word_embeddings=True)))
+    assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
+    assert all(isinstance(layer, FSDPModule) for layer in policy.model.model.layers)
+    assert policy(**packed()).loss.item() == pytest.approx(
+        PolicyLoss(network(tie_word_embeddings=True))(**packed()).loss.item(), rel=1e-5
+    )
