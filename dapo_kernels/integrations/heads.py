@@ -68,8 +68,10 @@ def check_head(model: Any) -> None:
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output head; load the model with AutoModelForCausalLM")
     weight = getattr(head, "weight", None)
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-        got = "no weight" if weight is None else f"a weight {list(weight.shape)} of {weight.dtype}"
+    # torchao's quantized tensors have a floating-point dtype; like DTensor, they are made of other tensors.
+    is_quantized = hasattr(weight, "__tensor_flatten__") and not isinstance(weight, DTensor)
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point() or is_quantized:
+        got = "no weight" if weight is None else f"a {type(weight).__name__} {list(weight.shape)} of {weight.dtype}"
         raise ValueError(
             f"the output head of {type(model).__name__} must be a linear layer with a floating-point weight [V, H], "
             f"got {type(head).__name__} with {got}; quantized heads are not supported"

@@ -150,6 +150,19 @@ def quantized() -> Any:
     return model
 
 
+class Float(torch.Tensor):
+    """Has a floating-point dtype and holds other tensors, as torchao's quantized tensors do."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+
+def quantized_by_torchao() -> Any:
+    model = network()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Float))
+    return model
+
+
 T5 = {"vocab_size": VOCAB, "d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
 
 
@@ -170,6 +183,7 @@ def other_adapter(name: str, **config: Any) -> Any:
         (lambda: network().model, "LlamaModel"),
         (lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), "encoder-decoder"),
         (quantized, "int8"),
+        (quantized_by_torchao, "Float"),
         (lambda: torch.nn.DataParallel(network()), "DataParallel"),
     ],
 )
