@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import TrainingArguments
 
+import dapo_kernels
 from dapo_kernels import linear_dapo_loss
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,9 @@ def test_gradient_accumulation() -> None:
     assert_close(gradients(model), expected)
 
 
-def train(snippet: str, folder: Path, micro_batches: int = 2) -> tuple[dict[str, Tensor], list[float]]:
+def train(
+    snippet: str, folder: Path, micro_batches: int = 2, bf16: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], list[float]]:
     """Two updates; the weights and the logged losses and gradient norms."""
     data = batch(rows=8)
     labels = data["input_ids"].clone()
@@ -139,8 +142,8 @@ def train(snippet: str, folder: Path, micro_batches: int = 2) -> tuple[dict[str,
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": micro_batches, "max_steps": 2}
     quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     update = {"learning_rate": 1e-2, "optim": "sgd", "remove_unused_columns": False, "use_cpu": True}
-    arguments = TrainingArguments(str(folder), **sizes, **quiet, **update)  # type: ignore[arg-type]
-    model = network()
+    arguments = TrainingArguments(str(folder), bf16=bf16, **sizes, **quiet, **update)  # type: ignore[arg-type]
+    model = network().to(dtype)
     trainer = run(snippet, torch=torch)["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
     trainer.train()
     logged = [log[key] for log in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")]
@@ -153,6 +156,22 @@ def test_trainer(tmp_path: Path) -> None:
     after, fused_losses = train("trainer: after", tmp_path / "after")
     assert fused_losses == pytest.approx(losses, rel=1e-4)
     assert_same_moves(after, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trainer_in_bfloat16(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As autocast computes it, over weights of either dtype."""
+    casts = []
+
+    def observed(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        casts.append(torch.is_autocast_enabled(hidden.device.type))
+        return linear_dapo_loss(hidden, *args, **options)
+
+    monkeypatch.setattr(dapo_kernels, "linear_dapo_loss", observed)
+    _, losses = train("trainer: before", tmp_path / "before", bf16=True, dtype=dtype)
+    _, fused_losses = train("trainer: after", tmp_path / "after", bf16=True, dtype=dtype)
+    assert fused_losses == pytest.approx(losses, rel=0.05, abs=0.02)
+    assert casts == [True] * 4
 
 
 def assert_same_moves(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
