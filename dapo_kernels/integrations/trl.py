@@ -17,7 +17,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,13 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._sampler = DynamicSampler(self, max_sampling_rounds, on_sampling_exhausted, self._n_rewards)
             self.add_callback(SaveSampler(self._sampler))
 
+    def create_accelerator_and_postprocess(self) -> None:  # before TRL shards the reference model
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        if getattr(policy, "output_dtype", None) is not None:  # FSDP2 would round the log-probs to it
+            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if self._sampler is not None and resume_from_checkpoint:
             latest = resume_from_checkpoint is True
@@ -222,7 +229,8 @@ class _LossScorer:
         self.model, self.call = model, call
 
     def __call__(self, **inputs: Any) -> FusedCausalLMOutput:
-        self.output = self.model(**inputs, dapo_loss=self.call)
+        # A function, because FSDP rounds the tensors of a dataclass, such as old log-probs, to bfloat16.
+        self.output = self.model(**inputs, dapo_loss=lambda: self.call)
         return self.output
 
 
@@ -335,9 +343,8 @@ def _refuse(trainer: GRPOTrainer) -> None:
         raise ValueError(f"{name}: aggregate={aggregate!r} is not supported with {reason}: TRL aggregates then")
     if trainer.args.use_liger_kernel:
         raise ValueError(
-            f"{name}: use_liger_kernel=True is not supported: it patches the model when training starts, after this "
-            "trainer has replaced its output head. Set it to False; TRL deprecates it in favour of "
-            "model_init_kwargs={'use_kernels': True}"
+            f"{name}: use_liger_kernel=True is not supported: it is not tested with this trainer. Set it to False; TRL "
+            "deprecates it in favour of model_init_kwargs={'use_kernels': True}"
         )
     if is_deepspeed_zero3_enabled():
         raise ValueError(
@@ -416,7 +423,7 @@ def attach_scoring(model: Any, rule: LogitRule, *, entropy: bool, float32_head: 
             if call is None:
                 output = _logprobs(hidden, weight, head, labels, entropy)
             else:
-                output = _loss(hidden, weight, head, labels, call)
+                output = _loss(hidden, weight, head, labels, call())
         if kwargs.get("output_router_logits"):
             output.aux_loss = _router_loss(self.config.get_text_config(), states, kwargs.get("attention_mask"))
         return output

@@ -7,6 +7,7 @@ import runpy
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,12 +16,13 @@ pytest.importorskip("peft", reason="peft is not installed: pip install -c constr
 
 import torch
 import trl.trainer.utils
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import IterableDataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from policy_batches import VOCAB, Capped, gradients, network, relative_error
 from ranks import on_ranks
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import deepspeed
 from trl import GRPOTrainer
@@ -39,7 +41,15 @@ from trl_runs import (
 
 from dapo_kernels import Objective
 from dapo_kernels.integrations.heads import LogitRule
-from dapo_kernels.integrations.trl import LOGPROBS, ONE_CALL, DapoGRPOTrainer, LossCall, attach_scoring, prompt_counts
+from dapo_kernels.integrations.trl import (
+    LOGPROBS,
+    ONE_CALL,
+    DapoGRPOTrainer,
+    LossCall,
+    _LossScorer,
+    attach_scoring,
+    prompt_counts,
+)
 from dapo_runner.tiny_model import make_tokenizer
 
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -199,7 +209,7 @@ def test_lora_on_the_head(tmp_path: Path, model: Path) -> None:
     expected = gradients(adapted)
     assert sum("lm_head" in name for name in expected) == 2
     on_policy = LossCall(Objective(), torch.ones(2, 5, dtype=torch.bool), -torch.ones(2), None, None, None, 1.0)
-    for call in (None, on_policy):
+    for call in (None, lambda: on_policy):
         out = adapted(input_ids=ids, labels=ids, fused_lm_head=True, dapo_loss=call)
         torch.testing.assert_close(out.log_probs, logprobs)
         (out.log_probs.sum() if call is None else out.loss).backward()
@@ -275,8 +285,36 @@ def loss_of(model: Any, rows: slice) -> Tensor:
     ids = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))[rows]
     mask, advantages = torch.ones(len(ids), 6, dtype=torch.bool), torch.tensor([1.0, -0.5, 0.7, -1.0])[rows]
     call = LossCall(Objective(), mask, advantages, -4.0 * mask, None, None, float(mask.sum()))
-    loss: Tensor = model(input_ids=ids, labels=ids, fused_lm_head=True, dapo_loss=call).loss
-    return loss
+    return _LossScorer(model, call)(input_ids=ids, labels=ids, fused_lm_head=True).loss
+
+
+def bfloat16_plugin(version: int) -> Any:
+    """accelerate's, with what the trainer changes in it."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    plugin.set_mixed_precision("bf16")
+    trainer = DapoGRPOTrainer.__new__(DapoGRPOTrainer)
+    trainer.accelerator = types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin))
+    with mock.patch.object(GRPOTrainer, "create_accelerator_and_postprocess"):
+        trainer.create_accelerator_and_postprocess()
+    return plugin
+
+
+def score_in_bfloat16() -> None:
+    """A token that does not train has its old log-prob, which no rounding may have changed."""
+    ids, old_logprobs = torch.arange(16).view(2, 8), torch.full((2, 6), -4.001)
+    call = LossCall(Objective(), old_logprobs > 0, torch.ones(2), old_logprobs, None, None, torch.tensor(977.0))
+    for version in (1, 2):
+        policy, model = bfloat16_plugin(version).mixed_precision_policy, network()
+        attach_scoring(model, LogitRule.of(model.config, 1.0), entropy=True, float32_head=False)
+        if version == 1:
+            options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+            sharded: Any = FullyShardedDataParallel(model, mixed_precision=policy, **options)
+        else:
+            for unit in (*model.model.layers, model):
+                sharded = fully_shard(unit, mp_policy=policy)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = _LossScorer(sharded, call)(input_ids=ids, labels=ids, fused_lm_head=True)
+        assert torch.equal(out.log_probs, old_logprobs), version
 
 
 def shard_on_a_rank(rank: int) -> None:
@@ -289,11 +327,12 @@ def shard_on_a_rank(rank: int) -> None:
         loss_of(one, slice(None)).backward()
         loss_of(sharded, slice(2 * rank, 2 * rank + 2)).backward()
         assert relative_error(gradients(sharded), gradients(one)) < 1e-5
+    score_in_bfloat16()
 
 
 @pytest.mark.ranks
 def test_fsdp2_gives_the_gradient_of_one_process() -> None:
-    """Of the model that the trainer scores with; accelerate does not shard on a CPU."""
+    """Of the model that the trainer scores with; accelerate does not shard on a CPU. In bfloat16 nothing is rounded."""
     on_ranks(2, shard_on_a_rank)
 
 
