@@ -71,7 +71,7 @@ def check_head(model: Any) -> None:
     # torchao's quantized tensors have a floating-point dtype; like DTensor, they are made of other tensors.
     is_quantized = hasattr(weight, "__tensor_flatten__") and not isinstance(weight, DTensor)
     if weight is None or weight.dim() != 2 or not weight.is_floating_point() or is_quantized:
-        got = "no weight" if weight is None else f"a {type(weight).__name__} {list(weight.shape)} of {weight.dtype}"
+        got = "no weight" if weight is None else f"{type(weight).__name__} {list(weight.shape)} of {weight.dtype}"
         raise ValueError(
             f"the output head of {type(model).__name__} must be a linear layer with a floating-point weight [V, H], "
             f"got {type(head).__name__} with {got}; quantized heads are not supported"

@@ -123,8 +123,8 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:  # before TRL shards the reference model
         super().create_accelerator_and_postprocess()
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        policy = getattr(plugin, "mixed_precision_policy", None)
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy: Any = getattr(plugin, "mixed_precision_policy", None)
         if getattr(policy, "output_dtype", None) is not None:  # FSDP2 would round the log-probs to it
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
