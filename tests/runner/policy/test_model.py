@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -373,7 +374,13 @@ def test_cuda_kernels_agree_with_the_cpu(model_folder: Path, kernel: Any) -> Non
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("config.json", ""), ("config.json", "null"), ("tokenizer.json", "{}"), ("model.safetensors", "x" * 99)],
+    [
+        ("config.json", ""),
+        ("config.json", "null"),
+        ("tokenizer.json", "{}"),
+        ("model.safetensors", "x" * 99),
+        ("generation_config.json", '{"length_penalty": 2.0}'),  # without beams: transformers loads but never saves it
+    ],
 )
 def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
@@ -383,10 +390,24 @@ def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_fo
         "config.json": lambda: model_values(model),
         "tokenizer.json": lambda: load_tokenizer(folder, model),
         "model.safetensors": lambda: load_model(folder, model, CPU, "sdpa"),
+        "generation_config.json": lambda: load_model(folder, model, CPU, "sdpa"),
     }
     with refused("model.path", parts=[str(folder)]) as caught:
         reads[name]()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_with_a_temperature_alone_can_be_saved(
+    device: str, model_folder: Path, policy: Policy, tmp_path: Path
+) -> None:
+    """Some models of the hub have one without do_sample, which transformers loads but does not save."""
+    folder, generation = shutil.copytree(model_folder, tmp_path / "model"), {"temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    loaded = load_model(folder, ModelConfig(path="x", dtype="float32"), torch.device(device), "sdpa")
+    replace(policy, model=loaded).save_settings(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved.items() >= {**generation, "do_sample": True}.items()
 
 
 def test_a_failure_of_a_models_own_code_names_its_line_and_a_lack_of_memory_is_no_failure_of_its_folder() -> None:
