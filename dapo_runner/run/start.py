@@ -130,7 +130,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     """Find the checkpoint that a folder's run resumes from. Raises ConfigError, CheckpointError."""
     changes = check_same_run(config, folder, clears=True)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
-    prune(folder / CHECKPOINTS, config.run.keep)  # a kill may have interrupted that
+    prune(folder / CHECKPOINTS)  # not whole ones: this start may have a smaller run.keep by mistake
     forked_at = config.run.forked_at if isinstance(config, Config) else 0
     if checkpoint is None:
         write_config(config, folder)

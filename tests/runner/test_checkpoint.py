@@ -155,13 +155,13 @@ def test_old_checkpoints_go_and_unfinished_ones_are_passed_over(parts: Parts, tm
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_start_removes_what_the_last_save_of_a_run_left(saved: Path, tmp_path: Path) -> None:
-    """It was killed before it had removed the old checkpoint, or the rest of an older one."""
+def test_a_start_removes_what_a_save_left_unfinished_and_no_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """Also if this start has a smaller `run.keep`."""
     config = make_config(run={"output_dir": str(tmp_path), "keep": 1})
     folder = shutil.copytree(saved, config.run_dir / CHECKPOINTS)
     (folder / "step_000000.unfinished").mkdir()
     start = find_start(config, config.run_dir)
-    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
     assert start.last_completed_step == 2
 
 
