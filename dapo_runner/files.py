@@ -12,14 +12,20 @@ from typing import Any, BinaryIO
 from dapo_runner.errors import ConfigError
 
 
-def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replace the file at ``path`` atomically: a kill leaves the old content or the new one. ``sync`` calls fsync."""
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Replace the file at ``path`` atomically: a kill or a power cut leaves the old content or the new one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
-        file.write(_encode(content))
-        if sync:
-            os.fsync(file.fileno())
+    unfinished.write_bytes(_encode(content))
+    force_to_disk(unfinished)
     unfinished.replace(path)
+
+
+def force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def to_jsonl(rows: Iterable[Mapping[str, Any]]) -> bytes:
@@ -42,14 +48,17 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]], *, sync: bool = 
             raise
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, without an incomplete last line. Raises ConfigError that names the line."""
+def read_jsonl(path: Path, *required: str) -> list[dict[str, Any]]:
+    """Return the rows, without an incomplete last line. Raises ConfigError for a line that lacks a ``required`` key."""
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            rows.append(dict(json.loads(line)))
+            rows.append(row := dict(json.loads(line)))
+            if not row.keys() >= set(required):
+                raise ValueError(f"expected {required}")
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}:{number}: expected a JSON object. Remove the line.") from error
+            keys = ", ".join((*required, "…"))
+            raise ConfigError(f"{path}:{number}: expected a JSON object {{{keys}}}. Remove the line.") from error
     return rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from dapo_runner.errors import RunError
+from dapo_runner.files import force_to_disk
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
@@ -60,7 +60,7 @@ def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
     if (damage := damage_of(newest.path)) is not None:
         older = [other.step for other in checkpoints[:-1] if is_whole(other.path)]
         rest = f"resume from step {older[-1]}" if older else "start again"
-        raise CheckpointError(f"{newest.path} is damaged: {damage}. Remove that folder to {rest}.")
+        raise CheckpointError(f"{newest.path} is damaged: {damage}. Restore that file, or remove the folder to {rest}.")
     return newest
 
 
@@ -170,11 +170,3 @@ def _move_into_place(unfinished: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

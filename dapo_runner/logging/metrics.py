@@ -30,8 +30,8 @@ class MetricsLog:
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
         """Remove the lines after step ``keep_through``, and an incomplete last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        events = read_jsonl(path) if path.exists() else []
-        atomic_write(path, to_jsonl([event for event in events if event["step"] <= keep_through]), sync=True)
+        events = read_jsonl(path, "step", "kind") if path.exists() else []
+        atomic_write(path, to_jsonl([event for event in events if event["step"] <= keep_through]))
         self.path, self.found_through = path, max((event["step"] for event in events), default=0)
         self._last = (-1, "", 0)  # step, kind and place of the last event, which an interruption may have cut
 

@@ -58,7 +58,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     reasons = {key: settled[key]["conversion"].get("rejected", "kept") for key in problems}
     for path, is_kept in ((beside(out, "rejected"), False), (out, True)):
         chosen = (settled[key] for key, reason in reasons.items() if (reason == "kept") == is_kept)
-        atomic_write(path, to_jsonl(chosen), sync=True)
+        atomic_write(path, to_jsonl(chosen))
     journal.unlink()
     return Counter(reasons.values())
 

@@ -63,6 +63,15 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"step": 1, "kind": "train", "loss": None, "norm": None, "n": 3}
 
 
+def test_a_line_of_another_kind_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).write(1, "train", {})
+    with path.open("a") as file:
+        file.write('{"comment": "a lower rate from here"}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2"):
+        MetricsLog(path, keep_through=1)
+
+
 # The figures
 
 
