@@ -38,7 +38,8 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
     check_installed()
     import peft
 
-    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, lora_dropout=0.0)
+    origin = {"base_model_name_or_path": model.name_or_path, "task_type": "CAUSAL_LM"}  # peft loads both by adapter/
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets, **origin)
     try:
         with torch.random.fork_rng():  # adapters must not change the random numbers of the run
             torch.manual_seed(seed)
@@ -93,16 +94,15 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
     """Return the whole adapters by peft's names. Collective if they are sharded."""
-    adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
-    return {
-        PREFIX + name.replace(f".{ADAPTER}.", "."): whole(tensor.detach()).contiguous() for name, tensor in adapters
-    }
+    found = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
+    return {PREFIX + name.replace(f".{ADAPTER}.", "."): whole(tensor.detach()).contiguous() for name, tensor in found}
 
 
 def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     """Write ``adapter_tensors`` to a new ``folder`` in peft's format."""
     folder.mkdir()
-    save_file(tensors, folder / WEIGHTS_FILE)
+    save_file(tensors, path := folder / WEIGHTS_FILE)
+    path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 

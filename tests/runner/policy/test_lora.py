@@ -93,7 +93,8 @@ def test_a_checkpoint_has_the_adapters_in_pefts_format(model_folder: Path, tmp_p
     learner = learner_of(model_folder)
     train(learner, range(2))
     saved = save_checkpoint(tmp_path, 2, learner, take_snapshot(sampler), keep=1)
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), saved.path / "adapter")
+    assert len({path.stat().st_mode for path in saved.path.rglob("*") if path.is_file()}) == 1
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(saved.path / "adapter")
     sequence = random_sequences(1)[0]
     (batch,) = pack([sequence], 64)
     with torch.no_grad():
