@@ -118,22 +118,22 @@ def is_among(key: str, names: Iterable[str]) -> bool:
 def check_same_run(config: AnyConfig, folder: Path, *, clears: bool = False) -> list[Change]:
     """Return the settings that differ from the folder's run. Raises ConfigError if one of them may not change.
 
-    A folder without logged steps holds no run yet. If the caller has locked it and ``clears``, what an earlier attempt
-    with other settings wrote there is removed.
+    A folder without a step in its log or checkpoints holds no run yet. If the caller has locked it and ``clears``, what
+    an earlier attempt with other settings wrote there is removed.
     """
     if not (folder / CONFIG_FILE).is_file():
         return []
     earlier = read_config(folder, type(config))
     changes = changes_between(settings_of(earlier), settings_of(config))
     refused = [str(change) for change in changes if not may_change(change.key, type(config))]
-    log = folder / METRICS_FILE
-    has_steps = log.exists() and log.stat().st_size > 0
+    log, forked_at = folder / METRICS_FILE, earlier.run.forked_at if isinstance(earlier, Config) else 0
+    trained = [found for found in find_checkpoints(folder / CHECKPOINTS, damaged=True) if found.step != forked_at]
+    has_steps = bool(trained) or (log.exists() and log.stat().st_size > 0)
     if refused and clears and not has_steps:
         shutil.rmtree(folder / TINY_MODEL, ignore_errors=True)
         for written in (*folder.glob("verdicts*.jsonl"), *folder.glob(STATE_FILE)):
             written.unlink()
-        if isinstance(earlier, Config) and earlier.run.from_ is not None:
-            shutil.rmtree(folder / CHECKPOINTS / f"step_{earlier.run.forked_at:06d}", ignore_errors=True)
+        shutil.rmtree(folder / CHECKPOINTS / f"step_{forked_at:06d}", ignore_errors=True)  # of a fork
     elif refused and has_steps:
         forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"
         fork = forked if isinstance(config, Config) and find_checkpoints(folder / CHECKPOINTS) else ""

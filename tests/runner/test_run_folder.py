@@ -23,7 +23,7 @@ from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_re
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, load_config
-from dapo_runner.files import append_jsonl, drop_incomplete_line, lock_file, read_jsonl
+from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.logging.trackers import STATE_FILE
@@ -65,6 +65,14 @@ def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path, monke
     path.write_bytes(whole + b"no\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl:3"):
         read_jsonl(path)
+
+
+def test_a_replaced_file_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut may leave an empty file."""
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    atomic_write(tmp_path / "config.yaml", "text")
+    assert synced == [4]
 
 
 def test_a_lock_is_exclusive_until_it_is_closed(tmp_path: Path) -> None:
@@ -134,6 +142,11 @@ def test_a_folder_with_an_empty_log_holds_no_run(tmp_path: Path) -> None:
     assert (folder / STATE_FILE).exists()  # another process may be in its first step here
     check_same_run(other, folder, clears=True)
     assert not (folder / STATE_FILE).exists()
+    checkpoint = folder / CHECKPOINTS / "step_000001"
+    checkpoint.mkdir(parents=True)  # of a run that has lost its log
+    with refused("run.name"):
+        check_same_run(other, folder, clears=True)
+    checkpoint.rmdir()
     (folder / METRICS_FILE).write_text("{}\n")
     with refused("run.name"):
         check_same_run(other, folder)
