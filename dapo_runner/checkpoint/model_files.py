@@ -38,7 +38,7 @@ def write_model(weights: dict[str, Tensor], checkpoint: Path, world: World) -> l
         return []
     path = checkpoint / FOLDER / _file_name(world.rank, world.size)
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+    path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
     force_to_disk(path)
     return [path]
 

@@ -102,7 +102,7 @@ def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     """Write ``adapter_tensors`` to a new ``folder`` in peft's format."""
     folder.mkdir()
     save_file(tensors, path := folder / WEIGHTS_FILE)
-    path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+    path.chmod(path.stat().st_mode | folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 
