@@ -15,6 +15,7 @@ from dapo_kernels import (
     policy_loss,
 )
 from dapo_runner import Config, train
+from dapo_runner.checkpoint import latest_checkpoint
 from dapo_runner.config import DataConfig, ModelConfig, OptimizerConfig
 
 
@@ -45,4 +46,6 @@ def runs() -> Path:
     data = DataConfig(path=Path("questions.jsonl"))
     OptimizerConfig(schedule="sine")  # type: ignore[arg-type]
     Config(model=ModelConfig(path="x"), dato=data)  # type: ignore[call-arg]
-    return train(Config(model=ModelConfig(path="x"), data=data, optimizer=OptimizerConfig(schedule="cosine")))
+    run = train(Config(model=ModelConfig(path="x"), data=data, optimizer=OptimizerConfig(schedule="cosine")))
+    latest = latest_checkpoint(run / "checkpoints")
+    return run if latest is None else latest.model

@@ -10,22 +10,15 @@
                        of every rank
         manifest.json  size and SHA-256 of every other file, written last
 
-A checkpoint is written to a temporary folder, synced to the disk and renamed, so it is complete or absent. A damaged
-one is rejected. Loading runs no code: it uses safetensors, JSON and torch's weights-only unpickler. Any number of ranks
-can resume from the checkpoint of any other number.
+A checkpoint is written to a temporary folder, synced to the disk and renamed, so it is complete or absent. Loading runs
+no code: it uses safetensors, JSON and torch's weights-only unpickler. Any number of ranks can resume from it.
 """
 
-from dapo_runner.checkpoint.files import (
-    Checkpoint,
-    CheckpointError,
-    checkpoint_to_resume,
-    copy_checkpoint,
-    damage_of,
-    find_checkpoints,
-    is_whole,
-    latest_checkpoint,
-    prune,
-    writing,
-)
+from dapo_runner.checkpoint.files import Checkpoint, CheckpointError, find_checkpoints, latest_checkpoint
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
 from dapo_runner.checkpoint.snapshot import take_snapshot
+
+__all__ = [
+    "BackgroundSaves", "Checkpoint", "CheckpointError", "find_checkpoints", "latest_checkpoint", "load_checkpoint",
+    "save_checkpoint", "take_snapshot",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from dapo_runner.checkpoint import damage_of, find_checkpoints
+from dapo_runner.checkpoint.files import damage_of, find_checkpoints
 from dapo_runner.commands.output import complain, print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from dapo_runner.checkpoint import checkpoint_to_resume
+from dapo_runner.checkpoint.files import checkpoint_to_resume
 from dapo_runner.commands.output import print_evaluations, print_rows, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, load_config

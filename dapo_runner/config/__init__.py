@@ -23,3 +23,13 @@ from dapo_runner.config.training import (
     WarmupConfig,
 )
 from dapo_runner.errors import ConfigError
+
+__all__ = [
+    "AdvantageConfig", "ArithmeticConfig", "AuxiliaryModel", "ColumnsConfig", "Config", "ConfigError", "ConvertConfig",
+    "CorrectionConfig", "DataConfig", "DistillationConfig", "EnvironmentConfig", "EvalSetConfig", "EvaluationConfig",
+    "JudgeConfig", "JudgePrompt", "LoggingConfig", "LoraConfig", "LossConfig", "ModelConfig", "OptimizerConfig",
+    "OverlongConfig", "PreferenceConfig", "RewardConfig", "RolloutConfig", "RolloutLogConfig", "RunConfig",
+    "SamplerConfig", "SegmentsConfig", "SftConfig", "SftDataConfig", "StudyConfig", "TinyModelConfig", "TreeShape",
+    "VariantConfig", "WarmupConfig", "apply_overrides", "cautions", "check_config", "check_schedule", "dump_config",
+    "failures", "flatten", "lay_over", "lay_settings", "load_config", "parse", "read_recipe", "resolved",
+]  # fmt: skip

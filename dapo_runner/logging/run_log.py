@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from dapo_runner.algorithms.selection import TokenValues
-from dapo_runner.checkpoint import Checkpoint, writing
+from dapo_runner.checkpoint.files import Checkpoint, writing
 from dapo_runner.config import Config, SftConfig
 from dapo_runner.files import append_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, jsonable, prefixed

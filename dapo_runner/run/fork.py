@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.checkpoint import Checkpoint, copy_checkpoint, find_checkpoints
+from dapo_runner.checkpoint.files import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.config.reading import may_change
 from dapo_runner.config.rollout import SamplingConfig

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import BackgroundSaves, Checkpoint, checkpoint_to_resume, load_checkpoint, prune
+from dapo_runner.checkpoint import BackgroundSaves, load_checkpoint
+from dapo_runner.checkpoint.files import Checkpoint, checkpoint_to_resume, prune
 from dapo_runner.config import Config
 from dapo_runner.data.curriculum import make_curriculum
 from dapo_runner.data.dataset import PromptCursor

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
-from dapo_runner.checkpoint import BackgroundSaves, CheckpointError, is_whole, save_checkpoint, take_snapshot
+from dapo_runner.checkpoint import BackgroundSaves, CheckpointError, save_checkpoint, take_snapshot
+from dapo_runner.checkpoint.files import is_whole
 from dapo_runner.config import Config
 from dapo_runner.interrupt import StepAbandonedError, StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, RunLog, save_batch

@@ -23,8 +23,6 @@ from dapo_runner.checkpoint import (
     BackgroundSaves,
     Checkpoint,
     CheckpointError,
-    checkpoint_to_resume,
-    copy_checkpoint,
     files,
     find_checkpoints,
     latest_checkpoint,
@@ -32,6 +30,7 @@ from dapo_runner.checkpoint import (
     save_checkpoint,
     take_snapshot,
 )
+from dapo_runner.checkpoint.files import checkpoint_to_resume, copy_checkpoint
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest

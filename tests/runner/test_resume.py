@@ -16,7 +16,7 @@ from golden_runs import CONFIGURATIONS, REWARD, result_of
 from small import steps_of, write_recipe
 from talkers import ROOM
 
-from dapo_runner.checkpoint import find_checkpoints, is_whole
+from dapo_runner.checkpoint.files import find_checkpoints, is_whole
 from dapo_runner.config import load_config
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress

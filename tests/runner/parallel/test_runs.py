@@ -22,7 +22,7 @@ from small import SEGMENTS, write_recipe
 from talkers import ROOM
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from dapo_runner.checkpoint import checkpoint_to_resume, find_checkpoints
+from dapo_runner.checkpoint.files import checkpoint_to_resume, find_checkpoints
 from dapo_runner.cli import main
 from dapo_runner.commands import train as train_command
 from dapo_runner.config import load_config

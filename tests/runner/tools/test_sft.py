@@ -18,7 +18,7 @@ from sft_runs import recipe_of, run, steps_of, write_sft_recipe
 from small import AtPhase, Dapo, Notes
 from transformers import AutoModelForCausalLM
 
-from dapo_runner.checkpoint import checkpoint_to_resume
+from dapo_runner.checkpoint.files import checkpoint_to_resume
 from dapo_runner.config import ConfigError, SftConfig, parse
 from dapo_runner.data.dataset import IN_HELDOUT
 from dapo_runner.logging.run_log import RunLog
