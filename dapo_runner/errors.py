@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("dapo_kernels", "dapo_runner"))
 
 
 class ConfigError(ValueError):
@@ -40,8 +41,7 @@ def is_ours(error: BaseException) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the message of an error, and the line of the user's code that raised it."""
-    frames, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parent
-    others = [frame for frame in frames if not Path(frame.filename).is_relative_to(ours)]
+    others = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
     users = [frame for frame in others if not frame.filename.startswith(LIBRARIES)] or others
     line = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
     return f"{type(error).__name__}: {error}{line}"

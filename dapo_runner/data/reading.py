@@ -111,15 +111,11 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
     import datasets  # slow: takes a second
 
     try:
-        if (path / "dataset_dict.json").is_file():
-            splits = datasets.load_from_disk(str(path))
-            if split not in splits:
-                raise ValueError(f"it has the splits {', '.join(map(repr, splits))}")
-            rows = splits[split]
-        elif (path / "dataset_info.json").is_file():
-            rows = datasets.load_from_disk(str(path))
-        else:
-            rows = datasets.load_dataset(str(path), subset, split=split)
+        is_saved = any((path / f"dataset_{kind}.json").is_file() for kind in ("dict", "info"))
+        rows = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path), subset, split=split)
+        if isinstance(rows, dict) and split not in rows:
+            raise ValueError(f"it has the splits {', '.join(map(repr, rows))}")
+        rows = rows[split] if isinstance(rows, dict) else rows
     except Exception as error:  # data sets, the hub and the network raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
@@ -207,7 +203,10 @@ def _answer_text(answer: Any) -> str:
 
 
 def get_column(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column. Raises ValueError."""
+    """Return the value of a column, or of a field in it: `column.field`. Raises ValueError."""
+    outer, _, inner = name.partition(".")
+    if name not in row and isinstance(row.get(outer), Mapping):
+        return get_column(row[outer], inner)
     if name not in row:
         raise ValueError(f"no column {name!r}; columns are {', '.join(row)}")
     return row[name]

@@ -66,7 +66,7 @@ def _missing(config: Config) -> Iterator[str]:
         lambda: engine_class(config).check(config),
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
         *(partial(load_reward, reward, use) for use in reward.uses),
-        *([partial(import_function, "advantage.kind", advantage)] if ":" in advantage else []),
+        *([partial(import_function, "advantage.kind", advantage, "groups")] if ":" in advantage else []),
         *([partial(_try_objective, config)] if ":" in config.loss.objective else []),
         lambda: check_trackers(config.logging),
         lambda: template_arguments(config.env),
@@ -87,10 +87,11 @@ def _missing(config: Config) -> Iterator[str]:
 
 
 def _try_objective(config: Config) -> None:
-    """Raise ConfigError if a user-defined objective fails for two tokens."""
-    ones = torch.ones(2, device=resolve_device(config.run.device), requires_grad=True)
+    """Raise ConfigError if a user-defined objective fails for three tokens, which differ: a mean over them shows."""
+    x = torch.tensor([1.0, 2.0, 4.0], device=resolve_device(config.run.device), requires_grad=True)
+    old_logprobs, advantages = -x.detach().flip(0), x.detach()
     try:
-        policy_loss(-ones, None, ones.detach(), objective=config.objective.own or "dapo", entropy=ones).loss.backward()
+        policy_loss(-x, old_logprobs, advantages, objective=config.objective.own or "dapo", entropy=x).loss.backward()
     except Exception as error:
         raise ConfigError(f"loss.objective: {config.loss.objective} raised {describe_error(error)}") from error
 

@@ -39,12 +39,13 @@ class FunctionReward(CallingReward):
             self.function = from_trl(self.function, chat=True)
         signature = inspect.signature(self.function)
         names = [x.name for x in signature.parameters.values() if x.default is x.empty and x.kind < x.VAR_POSITIONAL]
-        if names != BATCH and (len(names) not in (0, 2, 3) or "prompt" in names[1:] or {*names} & {*BATCH}):
+        self.takes_batch = names == BATCH
+        takes_one = len(names) in (0, 2) and "prompt" not in names[1:] and not {*names} & {*BATCH}
+        if inspect.isclass(self.function) or not (self.takes_batch or takes_one):
             raise ConfigError(
                 f"{key}: expected a function of (prompts, completions, rows) or (prompt, completion), got {name} with "
                 f"{signature}. dapo_runner.rewards.trl.from_trl converts one of TRL."
             )
-        self.takes_batch = len(names) == 3
         self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         super().__init__(name, config, ASYNC_CALLS if self.is_async else 1)
 

@@ -331,16 +331,31 @@ def test_modules_and_functions_that_fail_are_one_line(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "failing.py").write_text("def empty(): return 1\ndef number(logprobs, entropy, tokens): return 1.0\n")
+    objective, module = "(logprobs, entropy, tokens): return", tmp_path / "failing.py"
+    module.write_text(
+        f"def empty(): return 1\ndef number{objective} 1.0\ndef mean{objective} tokens.advantages.mean() - logprobs\n"
+        f"def ratio{objective} -logprobs / (tokens.old_logprobs - 1).sum()\ndef two(groups, config): return []\n"
+    )
     recipe = write_recipe(tmp_path)
     for setting, part in (
         ("reward.kind=leaving:f", "SystemExit"),
         ("loss.objective=failing:empty", "TypeError"),
         ("loss.objective=failing:number", "float"),
+        ("loss.objective=failing:mean", "ValueError"),
+        ("loss.objective=failing:ratio", "ValueError"),
+        ("advantage.kind=failing:two", "config"),
     ):
         for dry in (["--dry-run"], []):
             dapo.refuses(f"{setting.partition('=')[0]}: {part}", "train", recipe, setting, *dry)
             assert dapo.err.count("\n") == 1
+            assert "own.py" not in dapo.err  # the library's file
+
+
+def test_a_name_that_is_no_function_gets_no_hint_at_itself(dapo: Dapo, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    dapo.refuses("advantage.kind: 'pi', a float", "train", recipe, "advantage.kind=math:pi")
+    assert "pi?" not in dapo.err
+    dapo.refuses("advantage.kind: code.py", "train", recipe, "advantage.kind=code:f")  # of the standard library
 
 
 def test_a_file_that_cannot_be_used_is_one_line(dapo: Dapo) -> None:

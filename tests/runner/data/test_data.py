@@ -109,6 +109,15 @@ def test_a_row_becomes_a_problem(
     assert (problem.question, problem.answer) == (question, answer)
 
 
+def test_columns_may_be_fields_of_columns(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "d.jsonl", [{"q.text": "Hi", "q": {"text": "no"}, "a": {"b": {"c": 5}}}])
+    (problem,) = read_problems(path, columns=ColumnsConfig(prompt="q.text", answer="a.b.c"))
+    assert (problem.question, problem.answer) == ("Hi", "5")
+    for name in ("a.b.x", "a.", "a.b.c.d", "b.c"):
+        with refused("data.columns", parts=["no column"]):
+            list(read_problems(path, columns=ColumnsConfig(prompt=name)))
+
+
 def test_a_ground_truth_of_a_choice_is_a_letter(tmp_path: Path) -> None:
     def answers(row: dict[str, Any], **columns: str) -> list[str]:
         prompts = load(tmp_path / "d.jsonl", [row], columns={**COLUMNS, **columns}).train

@@ -79,7 +79,8 @@ def rewards(groups: list[Group]) -> list[list[float]]:
 )
 def test_a_verdict_has_plain_values_whatever_is_returned(config_of: MakeConfig, returned: str, wanted: Verdict) -> None:
     """torch refuses to load a checkpoint with anything else in it."""
-    for body in (f"def reward(p, c): return {returned}", f"def reward(p, c, r): return [{returned}] * len(c)"):
+    for arguments, result in (("p, c", returned), ("prompts, completions, rows", f"[{returned}] * len(rows)")):
+        body = f"def reward({arguments}): return {result}"
         (group,) = Scorer(config_of(body, correct=3.0))(*batch(1, 1))
         verdict = group.samples[0].verdict
         assert verdict == wanted
@@ -198,7 +199,7 @@ HANGING = {
 @pytest.mark.parametrize("how", [*HANGING, "async"])
 def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, how: str) -> None:
     body = textwrap.indent(textwrap.dedent(HANGING.get(how, "await asyncio.sleep(60)")), "    ")
-    config = config_of(f"{'async ' * (how == 'async')}def reward(p, c, r):\n{body}", deadline=0.2)
+    config = config_of(f"{'async ' * (how == 'async')}def reward(prompts, completions, rows):\n{body}", deadline=0.2)
     before = signal.getsignal(signal.SIGALRM)
     with refused("reward.deadline", RewardError):
         Scorer(config)(*batch(1, 1))
@@ -208,7 +209,9 @@ def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, h
 
 def test_a_deadline_holds_in_any_thread_and_leaves_nothing_behind(config_of: MakeConfig) -> None:
     """With `rollout.max_staleness` responses are scored beside the main thread, where no alarm comes."""
-    config = config_of("def reward(p, c, r):\n    time.sleep(600 * r[0]['number'])\n    return [1.0]", deadline=1.0)
+    config = config_of(
+        "def reward(prompt, completion):\n    time.sleep(600 * prompt.row['number'])\n    return 1.0", deadline=1.0
+    )
     (quick, slow), (completion, _) = batch(2, 1)
     with ThreadPoolExecutor(1) as threads:
         for score in (Scorer(config), lambda *both: threads.submit(Scorer(config), *both).result()):
@@ -307,12 +310,21 @@ def test_functions_of_trl_work_through_one_line(config_of: MakeConfig, how: str)
 
 @pytest.mark.parametrize(
     "signature",
-    ["completions, prompts, rows", "prompts, completions", "completion, rows", "completion, prompt", "a, b, c, d"],
+    [
+        "completions, prompts, rows",
+        "prompts, completions",
+        "completion, rows",
+        "completion, prompt",
+        "a, b, c",
+        "a, b, c, d",
+    ],
 )
 def test_arguments_that_a_function_cannot_be_called_with(config_of: MakeConfig, signature: str) -> None:
     config = config_of(f"def reward({signature}): return 1.0")
     with refused("reward.kind", parts=["(prompts, completions, rows)", f"({signature})"]):
         Scorer(config)
+    with refused("reward.kind", parts=["(prompts, completions, rows)"]):  # a class would make an object for each call
+        Scorer(config_of("class reward:\n    def __init__(self, prompt=None, completion=None): ..."))
 
 
 # Runs
