@@ -15,6 +15,7 @@ from dapo_kernels.losses import (
 from dapo_kernels.metrics import reduce_metrics, summarize
 from dapo_kernels.objectives import OBJECTIVES, Objective
 from dapo_kernels.objectives import select as select
+from dapo_kernels.objectives.own import OwnTokens
 from dapo_kernels.preference import (
     PreferenceOutput,
     linear_preference_loss,
@@ -31,6 +32,7 @@ __all__ = [
     "LoraFactors",
     "LossOutput",
     "Objective",
+    "OwnTokens",
     "PreferenceOutput",
     "SamplingMask",
     "TokenStats",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class LossOutput(NamedTuple):
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor | None
-    metrics: Any  # Mapping[str, Tensor]
+    metrics: Mapping[str, Tensor]
 
 
 class LogitsOptions(RowOptions, GroupOption, total=False):

@@ -7,7 +7,7 @@ vocabulary with an O(tokens) step between them, which autograd differentiates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class PairOptions(TypedDict, total=False):
     """The keywords of every preference loss. ``preference_loss`` documents them."""
 
     beta: Annotated[float, Default(PairLoss.beta)]
-    loss_type: Annotated[str, Default(PairLoss.loss_type)]
+    loss_type: Annotated[Literal["sigmoid", "hinge", "ipo"], Default(PairLoss.loss_type)]
     label_smoothing: Annotated[float, Default(PairLoss.label_smoothing)]
     pairs: Tensor | None
     mask: Tensor | None

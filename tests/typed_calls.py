@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dapo_kernels import (
     LoraFactors,
+    OwnTokens,
     SamplingMask,
     dapo_loss,
     linear_dapo_loss,
@@ -27,7 +28,12 @@ def right(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     loss += linear_dapo_loss(x, weight, ids, old, advantages, lora=LoraFactors(weight, x, 2.0)).loss
     loss += linear_distillation_loss(x, weight, x, weight, beta=1, softcap=30.0, ref_softcap=30.0).loss
     loss += dapo_loss(x, ids, old, advantages, sampling_mask=SamplingMask.from_lists([[1], []])).loss
+    loss += policy_loss(old, old, advantages, objective=own, aggregate="seq-mean-token-mean").metrics["tokens"]
     return loss + policy_loss(old, old, advantages, entropy=old, entropy_coef=1e-3).loss
+
+
+def own(logprobs: Tensor, entropy: Tensor | None, tokens: OwnTokens) -> Tensor:
+    return -logprobs * tokens.advantages
 
 
 def wrong(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor) -> None:
@@ -39,7 +45,14 @@ def wrong(x: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tenso
     linear_distillation_loss(x, weight, x, weight, group=None)  # type: ignore[call-arg]
     linear_token_logprobs(x, weight, ids, temprature=0.7)  # type: ignore[call-arg]
     linear_preference_loss(x, weight, ids, old, bata=0.1)  # type: ignore[call-arg]
+    linear_preference_loss(x, weight, ids, old, loss_type="simpo")  # type: ignore[arg-type]
     policy_loss(old, old, advantages, temperature=0.7)  # type: ignore[call-arg]
+    policy_loss(old, old, advantages, aggregate="token_mean")  # type: ignore[arg-type]
+    policy_loss(old, old, advantages, surrogate="clp")  # type: ignore[arg-type]
+    policy_loss(old, old, advantages, ratio="seq", kl_to="old")  # type: ignore[arg-type]
+    policy_loss(old, old, advantages, kl_estimator="k4")  # type: ignore[arg-type]
+    policy_loss(old, old, advantages, kl_to="reff")  # type: ignore[arg-type]
+    policy_loss(old, old, advantages).metrics.nothing()  # type: ignore[attr-defined]
 
 
 def runs() -> Path:

@@ -23,7 +23,17 @@ from dapo_kernels.records import Slopes, Tokens, on_host
 
 
 class OwnTokens(NamedTuple):
-    """The inputs of a user-defined objective, each [n] and without gradient; zero at tokens that do not train."""
+    """The inputs of a user-defined objective, each [n] and without gradient; zero at tokens that do not train.
+
+    Example:
+        >>> import torch
+        >>> from torch import Tensor
+        >>> from dapo_kernels import OwnTokens, policy_loss
+        >>> def reinforce(logprobs: Tensor, entropy: Tensor | None, tokens: OwnTokens) -> Tensor:
+        ...     return -logprobs * tokens.advantages
+        >>> policy_loss(torch.tensor([-0.5]), None, torch.tensor([2.0]), objective=reinforce).loss.item()
+        1.0
+    """
 
     old_logprobs: Tensor  # if the call has none (on-policy), the log-probs, detached
     advantages: Tensor

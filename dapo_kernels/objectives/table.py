@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard, get_args
 
 from dapo_kernels.objectives.unknown import unknown_keyword, unknown_objective
 
@@ -28,7 +28,10 @@ _LARGEST = 3.4e38
 # The fields that apply to a user-defined loss function.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
 PROMPT_MEAN = "prompt-mean-token-mean"
-AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", PROMPT_MEAN)
+Aggregate = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean-token-mean"
+]
+AGGREGATES = get_args(Aggregate)
 
 
 def _one_of(name: str, value: str, known: Iterable[str]) -> None:
@@ -363,8 +366,8 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Objective) if field.na
 class ObjectiveFields(TypedDict, total=False):
     """Fields of ``Objective`` as keywords that apply to one call."""
 
-    surrogate: str | Callable[..., Any]
-    ratio: str
+    surrogate: Literal["clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "up"] | Callable[..., Any]
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_clipped"]
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -372,11 +375,11 @@ class ObjectiveFields(TypedDict, total=False):
     vespo: tuple[float, float, float, float] | None
     off_policy_mask: float | None
     kl_coef: float
-    kl_estimator: str
-    kl_to: str
+    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_to: Literal["reference", "old"]
     kl_through_ratio: bool
     entropy_coef: float
-    aggregate: str
+    aggregate: Aggregate
     length_norm: float | None
     top_entropy: float | None
     clip_cov: tuple[float, float, float] | None

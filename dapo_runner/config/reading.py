@@ -37,7 +37,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_constructor("tag:yaml.org,2002:str", lambda _, node: node.value if node.style else Unquoted(node.value))
+def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return node.value if node.style else Unquoted(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 _KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]

@@ -7,7 +7,7 @@ may change. The checkpoint is copied, so the fork does not depend on the other r
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,9 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
         raise ConfigError(f"run.steps: expected more than the {step} steps of run.from, got {config.run.steps}")
     before, now = _settings_at(source, step), settings_of(config)
     changes = [change for change in changes_between(before, now) if change.key not in OWN]
-    fixed = (*FIXED, *_held(before, now))
+    # The fork takes a moving reference and a critic from the checkpoint, so their sources must stay the same.
+    moving = (("loss.reference", "loss.reference_ema"), ("critic.path", "critic.lr"))
+    fixed = (*FIXED, *(key for key, sign in moving if None not in (before.get(sign), now.get(sign))))
     refused = [str(change) for change in changes if is_among(change.key, fixed) and not may_change(change.key, Config)]
     if refused:
         raise ConfigError(
@@ -61,13 +63,6 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
             f"{'; '.join(refused)}; to train its weights on something else, name {found[step].model} as model.path"
         )
     return found[step], changes
-
-
-def _held(*settings: dict[str, Any]) -> Iterator[str]:
-    """Yield the keys that name the source of a reference or critic which the fork takes from the checkpoint instead."""
-    for key, sign in (("loss.reference", "loss.reference_ema"), ("critic.path", "critic.lr")):
-        if all(each.get(sign) is not None for each in settings):
-            yield key
 
 
 def _settings_at(source: Path, step: int) -> dict[str, Any]:
