@@ -131,7 +131,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
     """Find the checkpoint that a folder's run resumes from. Raises ConfigError, CheckpointError."""
     changes = check_same_run(config, folder, clears=True)
     checkpoint = checkpoint_to_resume(folder / CHECKPOINTS)
-    prune(folder / CHECKPOINTS)  # not whole ones: this start may have a smaller run.keep by mistake
+    prune(folder / CHECKPOINTS)  # unfinished ones; whole ones stay, also with a smaller run.keep
     forked_at = config.run.forked_at if isinstance(config, Config) else 0
     if checkpoint is None:
         write_config(config, folder)
