@@ -22,8 +22,8 @@ of a response have their own advantages (`segments.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ from dapo_runner.plugins import import_function
 from dapo_runner.types import Group, Sample, TrainingSequence, TruncatedSupport
 
 
-@dataclass(frozen=True, slots=True)
-class Advantage:
+class Advantage(NamedTuple):
     """The baseline that is subtracted from a reward, and the scale that divides the difference."""
 
     baseline: Literal["group", "batch", "others"] | None

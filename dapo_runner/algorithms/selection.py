@@ -7,7 +7,6 @@ the mini-batch is split and packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,8 +76,7 @@ def ratio_and_clip(objective: Objective, scored: ScoredBatch, *, on_policy: bool
     return torch.ones_like(logprobs) if log_ratio is None else log_ratio.exp(), hits
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenValues:
+class TokenValues(NamedTuple):
     """What an update computed for one sequence before it changed the policy; [L−1] on the CPU, by target.
 
     Values at positions that do not train have no meaning.

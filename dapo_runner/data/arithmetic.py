@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
+from typing import NamedTuple
 
 from dapo_runner.config import ArithmeticConfig, ConfigError
 
@@ -14,8 +14,7 @@ SEED = 0  # of the problems and their split: all runs use the same problems
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-@dataclass(frozen=True, slots=True)
-class ArithmeticProblem:
+class ArithmeticProblem(NamedTuple):
     """`operands` joined by one `operator`, evaluated from left to right."""
 
     operator: str

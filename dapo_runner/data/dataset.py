@@ -6,8 +6,8 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 
@@ -40,11 +40,10 @@ class DataReport(Counter[str]):
         return f"{kept}; dropped {', '.join(dropped)}" if dropped else kept
 
 
-@dataclass(frozen=True, slots=True)
-class Dataset:
+class Dataset(NamedTuple):
     train: list[Prompt]
     heldout: list[Prompt]
-    report: DataReport = field(default_factory=DataReport)
+    report: DataReport
 
 
 def load_data(config: Config, tokenizer: Any) -> Dataset:

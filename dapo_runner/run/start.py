@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ from dapo_runner.run.steps import Run
 from dapo_runner.run.training import is_due
 
 
-@dataclass(frozen=True)
-class StartPoint:
+class StartPoint(NamedTuple):
     """What a run starts from, and which settings differ from those in its folder.
 
     ``is_new``: no step was trained in the folder yet. A new run has a checkpoint only if it is a fork.
@@ -160,7 +159,7 @@ def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: 
     if saved_size == size:
         return start
     note(f"ranks: {saved_size} → {size}. Weights, optimizer and groups are the same, rounding differs from here on")
-    return replace(start, changes=[*start.changes, Change("ranks", saved_size, size)])
+    return start._replace(changes=[*start.changes, Change("ranks", saved_size, size)])
 
 
 def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:

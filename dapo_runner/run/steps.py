@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.losses import pair_metrics, pair_sequences
@@ -30,8 +30,7 @@ from dapo_runner.timing import StepClock
 from dapo_runner.types import Group, Prompt, TrainingSequence, make_requests
 
 
-@dataclass(frozen=True)
-class TrainedStep:
+class TrainedStep(NamedTuple):
     """A step whose updates are applied to the weights."""
 
     step: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,14 +31,13 @@ class Pair(NamedTuple):
     completion: str
 
 
-@dataclass(frozen=True, slots=True)
-class Examples:
+class Examples(NamedTuple):
     """``train`` and ``heldout`` define the order of examples; ``sequences`` has their training records by prompt id."""
 
     train: list[Prompt]
     heldout: list[Prompt]
     sequences: dict[str, TrainingSequence]
-    report: DataReport = field(default_factory=DataReport)
+    report: DataReport
 
 
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:

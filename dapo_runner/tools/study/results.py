@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,8 +32,7 @@ SPENT = {"tokens": "sampling/tokens", "updates": "train/updates"}
 ROUNDING = 1e-12  # bound on the rounding error of a difference of two values in [0, 1]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """A finished run. ``axes``: the position of each step's end on each axis, such as tokens generated so far."""
 
     variant: str
