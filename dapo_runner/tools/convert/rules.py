@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import gcd, isqrt, prod
+from typing import NamedTuple
 
 HEADINGS = ("Answer Format", "Transformed Problem", "Answer Calculation", "Final Answer")
 REQUEST = r"""Rewrite a mathematics problem so that its answer becomes one integer. The given answer is right: do not
@@ -49,8 +49,7 @@ class RejectedError(ValueError):
     """Why a conversion is rejected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A parsed reply. ``form`` with ``values`` is the original answer, ``quantity`` with them is ``integer``."""
 
     form: str
@@ -104,6 +103,10 @@ def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str,
     letters = _letters(reply.quantity)
     if reply.question.split() == problem.split():
         raise RejectedError("the problem is not rewritten")
+    stated, given = {(x, int(n)) for x, n in _VALUE.findall(reply.question)}, _formula(answer)
+    repeats = re.search(r"\d", given) and reply.question.count(given) > problem.count(given)
+    if repeats or stated & reply.values.items():
+        raise RejectedError("the rewritten problem gives the answer away")
     if not letters or not letters <= reply.values.keys() or not _letters(reply.form) & letters:
         raise RejectedError("the letters of form, values and quantity are not the same")
     if not all(re.search(rf"(?<![A-Za-z\\]){letter}(?![A-Za-z])", reply.question) for letter in letters):

@@ -91,6 +91,8 @@ def test_what_agrees_by_sympy(answer: str, form: str, values: dict[str, int], qu
         {"final": "20"},
         {"question": CIRCLE},
         {"question": f"{CIRCLE} Find k + m."},
+        {"question": f"{CIRCLE} {ASKED} Here k = 11."},
+        {"question": f"{CIRCLE} {ASKED} It is $11-2\\sqrt{{6}}$."},
         {"values": "k=11, m=2"},
         {"quantity": "19"},
         {"form": "$11-2\\sqrt{6}$"},
