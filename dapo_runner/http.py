@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
@@ -98,7 +99,9 @@ async def request(
     """
     sent = {**HEADERS, **(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
     timeout = aiohttp.ClientTimeout(total=within, sock_connect=min(within or CONNECT_WITHIN, CONNECT_WITHIN))
-    options: dict[str, Any] = {"headers": sent, "allow_redirects": False, "proxy": _proxy(url) if use_proxy else None}
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme) if use_proxy and not proxy_bypass(parts.hostname or "") else None
+    options: dict[str, Any] = {"headers": sent, "allow_redirects": False, "proxy": proxy}
     if body is not None:
         options["json"] = body
     try:
@@ -145,11 +148,6 @@ async def _read_error(response: aiohttp.ClientResponse, max_bytes: int) -> str:
         return f"then {type(error).__name__}"
 
 
-def _proxy(url: str) -> str | None:
-    parts = urlsplit(url)
-    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
-
-
 def read_key(url: str, key_env: str | None) -> str:
     """Return the key in the environment variable ``key_env``, "" without ``key_env``. Raises ConfigError."""
     if key_env is None:
@@ -161,7 +159,8 @@ def read_key(url: str, key_env: str | None) -> str:
 
 
 def shorten(text: str, key: str = "") -> str:
-    """Return the text of a server as one printable line, without the key, which the server may repeat."""
+    """Return the text of a server as one printable line, without the key and passwords in addresses."""
     text = " ".join((text.replace(key, "***") if key else text).split())
+    text = re.sub(r"//[^/\s]*@", "//***@", text)  # user and password of a proxy
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -58,7 +58,8 @@ class AuxiliaryModel(Section):
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
-        yield "url", self.url is None or host_and_port(self.url) is not None, "an address like http://localhost:8000/v1"
+        example = "http://localhost:8000/v1 (a key is set by key_env)"
+        yield "url", self.url is None or host_and_port(self.url) is not None, f"an address like {example}"
 
 
 class JudgeConfig(AuxiliaryModel, JudgePrompt):

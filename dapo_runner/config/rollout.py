@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveInt, Section, Share
+from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveInt, Section, Share, spell
 from dapo_runner.types import SamplingParams
 
 # vLLM 0.32 raises smaller temperatures to 0.01 and rejects those above 2.
 VLLM_TEMPERATURES = (0.01, 2.0)
-ADDRESS = re.compile(  # scheme, host and port
-    r"(https?)://(?:[^@/]*@)?([\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[0-9a-f:.]+(?:%[\w.-]+)?\])(?::([0-9]*))?(?:/.*)?"
+ADDRESS = re.compile(  # scheme, host and port; no user and password, which would be printed
+    r"(https?)://([\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[0-9a-f:.]+(?:%[\w.-]+)?\])(?::([0-9]*))?(?:/.*)?"
 )
 
 
@@ -95,9 +95,8 @@ class ServerConfig(Section):
     @classmethod
     def _check_addresses(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            if host_and_port(url) is None or "@" in url or url.rstrip("/").count("/") > 2:
-                got = "one with an @" if "@" in url else url  # it may hold a password, which must not be printed
-                raise ValueError(f"expected addresses like http://127.0.0.1:8000 (a key is set by key_env), got {got}")
+            if host_and_port(url) is None or url.rstrip("/").count("/") > 2:
+                raise ValueError(f"expected addresses like http://127.0.0.1:8000 (key: key_env), got {spell(url)}")
         # vLLM listens on IPv4, but `localhost` may mean ::1, where another user could listen and get the key.
         urls = [re.sub(r"(?i)^http://localhost(?=[:/]|$)", "http://127.0.0.1", url) for url in urls]
         if len(set(map(host_and_port, urls))) < len(urls):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +136,7 @@ def read_key(root: Section, key: str) -> Any:
 
 
 def spell(value: Any) -> str:
-    """Return a value as YAML writes it."""
+    """Return a value as YAML writes it, but of an address no user and password."""
     if isinstance(value, Section) or (isinstance(value, Mapping) and value):
         return "a section"
     if isinstance(value, (list, tuple)):
@@ -143,7 +144,7 @@ def spell(value: Any) -> str:
         return f"{len(value)} sections" if has_sections else f"[{', '.join(map(spell, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else re.sub(r"(\w+://)?\S*@", r"\1***@", str(value))
 
 
 def as_mappings(raw: Any) -> Any:

@@ -84,7 +84,7 @@ class VerdictLog:
 
 # Common forms of special tokens, of which the first character matches.
 _SPECIAL = (
-    r"<(?=[|｜][^<>\s]*[|｜]>)",
+    r"<(?=[|｜][^<>\s]*>|[^<>\s]*[|｜]>)",
     r"<(?=/?(?:s|bos|eos|pad|unk|think|(?:start|end)_of_turn)>)",
     r"\[(?=/?[A-Z_]*(?:INST|TOOL|SYSTEM)[A-Z_]*\])",
     r"<(?=</?SYS>>)",

@@ -287,6 +287,7 @@ REFUSED = [
     ("reward.judge.model=m", "reward.judge", "a section"),
     ("reward={kind: judge, judge: {model: m, options: {top_k: 1}}}", "reward.judge.options", "reward.judge.url"),
     ("reward={kind: judge, judge: {model: m, url: x}}", "reward.judge.url", "x"),
+    ("reward={kind: judge, judge: {model: m, url: 'http://me:s3cret@a/v1'}}", "reward.judge.url", "http://***@a/v1"),
     ("reward={kind: judge, judge: {model: m, template: '{response}?'}}", "reward.judge.template", "{reference}"),
     ("reward={kind: judge, judge: {model: m, answers: ['Yes', 'yes']}}", "reward.judge.answers", "Yes"),
     (f"{SERVER} sampler.max_age=0 rollout.max_staleness=1 rollout.correction.weights=token", "sampler.max_age", "1"),
