@@ -35,7 +35,7 @@ class ReasoningGymTask(Section):
     weight: PositiveFloat = 1.0  # its share of the problems is weight / sum of the weights
 
     def checks(self) -> Iterator[Check]:
-        unsound = ("coin_flip", "complex_arithmetic", "game_of_life_halting")
+        unsound = ("coin_flip", "complex_arithmetic", "game_of_life_halting", "number_sorting", "puzzle24")
         yield "name", self.name not in unsound, f"no task that scores a wrong answer 1 ({', '.join(unsound)})"
         yield "config", "size" not in self.config, "no size (data.limit and data.eval_size decide)"
 

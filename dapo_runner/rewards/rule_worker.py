@@ -44,6 +44,7 @@ def verdict(rule: str, extracted: str | None = None, correct: bool = False) -> d
 def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
     """Compare the answer in ``text`` with the ground truth. ``values`` assigns numbers to the answer's variables."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy import FiniteSet
 
     def read(text: str, *formats: Any) -> Any:
         return parse(plain_numbers(text), list(formats), parsing_timeout=None, raise_on_error=True)
@@ -53,10 +54,15 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
     tail = text[-MATH_WINDOW:]
     before, box, after = tail.rpartition(r"\boxed")
     earlier, _, paragraph = before.rpartition("\n\n")
-    result = verdict("none")
-    # math_verify may take several boxes together, as a set. Those of the last paragraph may correct earlier ones.
+    result, last = verdict("none"), set[str]()
+    # math_verify may take several boxes together, as a set. Those of the last paragraph may correct earlier ones. All
+    # must include those of the last paragraph, or a response would have two guesses.
     for part in (paragraph + box + after, tail) if r"\boxed" in earlier else (tail,):
-        if not result["correct"] and (found := read(part, LatexExtractionConfig(), ExprExtractionConfig())):
+        found = [] if result["correct"] else read(part, LatexExtractionConfig(), ExprExtractionConfig())
+        sets = found[0].atoms(FiniteSet) if found and not isinstance(found[0], str) else ()
+        members = {str(one) for many in sets for one in many.args} or {*map(str, found[:1])}
+        if found and last <= members:
+            last = members
             if values:
                 found = [found[0].subs({x: values[x.name] for x in found[0].free_symbols if x.name in values})]
             correct = bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
@@ -119,10 +125,8 @@ def json_validator(schema: str) -> Any:
 
 def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
     """Score a text with the task that ``answer`` describes. The answer is the content of the last <answer> tag, else of
-    the last `Answer: …` line, else the whole text. Scores are in [0, 1]; 1 is correct.
-
-    Some tasks evaluate the answer as Python code. So a child process, confined like a program of `code`, computes the
-    score. It refuses code that does more than arithmetic, which could forge the score.
+    the last `Answer: …` line, else the whole text. Scores are in [0, 1]; 1 is correct. Some tasks evaluate the answer
+    as Python code: a confined child process computes the score, and refuses code that does more than arithmetic.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -132,13 +136,16 @@ def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
     if found is None:
         lines = ANSWER_LINE.findall(tail)
         found, rule = (lines[-1].strip(), "answer-line") if lines else (tail.strip(), "whole")
-    score = run_confined(lambda: float(task.score_answer(found, entry)))
+    # The scoring function of countdown does not count numbers such as 0xa4, 1e2 and x/x.
+    is_counted = entry["metadata"]["source_dataset"] != "countdown" or not re.search(r"[^0-9\s()+*/-]", found)
+    score = run_confined(lambda: float(task.score_answer(found if is_counted else "", entry)))
     return {**verdict(rule, found[:SHOWN], score >= 1.0), "value": min(1.0, max(0.0, score))}
 
 
 def run_confined(function: Callable[[], float]) -> float:
     """Return the result of ``function``, called in a confined child process. Raises ValueError if it fails."""
-    confinement, (reading, writing) = code_worker(), os.pipe()
+    confinement = runpy.run_path(str(Path(__file__).with_name("code_worker.py")))
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -163,12 +170,6 @@ def refuse_programs(event: str, arguments: Any) -> None:
         return
     if {name for name in code.co_names if name[1:]} - set(NAMES.split()) or type(code) in map(type, code.co_consts):
         raise ValueError("the answer is a program")
-
-
-@lru_cache(maxsize=1)
-def code_worker() -> dict[str, Any]:
-    """Return the global names of `code_worker.py`."""
-    return runpy.run_path(str(Path(__file__).with_name("code_worker.py")))
 
 
 @lru_cache(maxsize=256)

@@ -9,8 +9,8 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from dapo_runner.config import Config, ConfigError, RewardConfig
 from dapo_runner.rewards import rules
@@ -21,8 +21,7 @@ from dapo_runner.rewards.workers import open_code, open_rule, read_tests
 from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
 
-@dataclass(frozen=True)
-class TextReward:
+class TextReward(NamedTuple):
     """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
 
     judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]
@@ -203,6 +202,5 @@ class Scorer:
         )
 
     def _value(self, verdict: Verdict) -> float:
-        if verdict.value is not None:
-            return verdict.value
-        return self.config.correct if verdict.correct else self.config.incorrect
+        plain = self.config.correct if verdict.correct else self.config.incorrect
+        return plain if verdict.value is None else verdict.value

@@ -258,15 +258,24 @@ def read_tests(answer: str) -> str | list[tuple[str, str]]:
         tests = json.loads(answer)
     found: str | list[tuple[str, str]] = join(tests) if isinstance(tests, list) else answer
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
-        given, printed = ([*map(join, tests[name] or ())] for name in ("inputs", "outputs"))
+        both = [[many] if isinstance(many, str) else many or () for many in (tests["inputs"], tests["outputs"])]
+        given, printed = ([*map(join, many)] for many in both)
         fits = len(given) == len(printed) and not tests.get("fn_name")
         found = list(zip(given, printed, strict=True)) if fits else []
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, thousands of brackets
-        nodes = found if isinstance(found, list) else ast.walk(ast.parse(found))
-        if any(isinstance(node, tuple | ast.Name | ast.Import | ast.ImportFrom) for node in nodes):  # 42 tests nothing
+        if found if isinstance(found, list) else _tests_something(found):
             return found
     wanted = "Python statements, or inputs and as many outputs of a program, without fn_name"
-    raise ConfigError(f"reward code: expected tests ({wanted}), got {answer[:80]!r}. Set data.columns.answer.")
+    advice = "Add statements outside functions, classes and `if __name__`, like `check(f)`, or set data.columns.answer."
+    raise ConfigError(f"reward code: expected tests ({wanted}), got {answer[:80]!r}. {advice}")
+
+
+def _tests_something(code: str) -> bool:
+    """Return whether code asserts, calls or raises something outside functions, classes and `if __name__` blocks."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = [node for node in ast.parse(code).body if not isinstance(node, definitions)]
+    run = [node for node in nodes if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))]
+    return any(isinstance(part, ast.Assert | ast.Call | ast.Raise) for node in run for part in ast.walk(node))
 
 
 open_rule = cache(TextRule)  # of this process

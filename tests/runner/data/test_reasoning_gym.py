@@ -56,14 +56,14 @@ def test_problems_are_the_same_in_every_process_by_weight_and_all_counted(monkey
     assert (report["train"], report["heldout"]) == (len(one.train), len(one.heldout))
 
 
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    task = {"name": "countdown", "config": {"seed": 0, "size": 1}, "index": 0}
+def prompt_of(name: str) -> Prompt:
+    task = {"name": name, "config": {"seed": 0, "size": 1}, "index": 0}
     entry = reasoning_gym.create_dataset(task["name"], **task["config"])[0]
     return replace(make_prompt(answer=entry["answer"]), row={"task": json.dumps(task)})
 
 
-def test_scores_are_those_of_reasoning_gym(prompt: Prompt) -> None:
+def test_scores_are_those_of_reasoning_gym() -> None:
+    prompt = prompt_of("countdown")
     task = json.loads(prompt.row["task"])
     data = reasoning_gym.create_dataset(task["name"], **task["config"])
     answers = [prompt.answer, "1", "no", f"({prompt.answer})"]
@@ -75,7 +75,20 @@ def test_scores_are_those_of_reasoning_gym(prompt: Prompt) -> None:
         assert [sample.correct for sample in samples] == [True, False, False, True]
 
 
-def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path) -> None:
+def test_numbers_that_countdown_does_not_count_do_not_score() -> None:
+    prompt = prompt_of("countdown")
+    data = reasoning_gym.create_dataset("countdown", seed=0, size=1)
+    numbers, target = (data[0]["metadata"][name] for name in ("numbers", "target"))
+    used = f"({'+'.join(map(str, numbers))})"
+    ones = ["+".join([one] * target) for one in ("True", "x/x")]
+    forged = [f"{hex(target)}+{used}*0x0", f"{used}*0e0+{target}e0", f"{used}*False+{ones[0]}"]
+    forged.append(f"{used}*(x-x)+{ones[1]}")
+    assert [data.score_answer(answer, data[0]) for answer in forged] == [1.0] * len(forged)
+    assert not any(sample.correct for sample in score(prompt, *forged))
+
+
+def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
+    prompt = prompt_of("simple_integration")
     made, say = tmp_path / "made", "exec('import os\\nos.write(0, b\"1.0\")\\nos._exit(0)')"
     programs = [
         f"open({str(made)!r}, 'w').write('')",
@@ -86,7 +99,7 @@ def test_an_answer_that_is_a_program_does_no_harm(prompt: Prompt, tmp_path: Path
         'S(\'exec("import os\\\\nos.write(0, b\\\\"1.0\\\\")\\\\nos._exit(0)")\')',
         "Symbol.__init__.__globals__['sys'].modules['os'].write(0, b'1.0')",
         "exec('import os\\nfor n in range(64):\\n try: os.write(n, b\"{}\\\\n\")\\n except OSError: pass')",
-        "exec('import reasoning_gym.games.countdown as c; c.CountdownDataset.score_answer = lambda *_: 1.0')",
+        "exec('import reasoning_gym.algebra as a; a.SimpleIntegrationDataset.score_answer = lambda *_: 1.0')",
     ]
     *hostile, honest, wrong = score(prompt, *programs, prompt.answer, "1")
     assert not made.exists()
@@ -101,7 +114,7 @@ def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:
         load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
     with refused("data.reasoning_gym.0.name", parts=["chain_su"]):
         load({"name": "chain_su", "config": {}}, limit=4, eval_size=1)
-    for name in ("coin_flip", "complex_arithmetic", "game_of_life_halting"):
+    for name in ("coin_flip", "complex_arithmetic", "game_of_life_halting", "number_sorting", "puzzle24"):
         with refused("data.reasoning_gym.1.name", parts=[name]):
             config_of(SUMS, {"name": name})
     assert config_of(SUMS).reward.kind == "reasoning_gym"

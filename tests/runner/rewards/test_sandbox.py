@@ -86,6 +86,7 @@ def is_gone(sessions: Iterable[int]) -> bool:
 
 DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1"
 THREAD = "import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()"
+UNITTEST = "class T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)"
 PROGRAMS = [
     (HONEST, TESTS, True),
     (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
@@ -103,6 +104,8 @@ PROGRAMS = [
     ("import sys\nif 'rewards' not in sys.path[0]: print(sum(map(int, open(0).read().split())))", SUMS, True),
     ("print(3)", SUMS, False),
     ("print(3); 1 / 0", SUMS, False),
+    ("print(input()); print(input())", '{"inputs": "1\\n2\\n", "outputs": "1\\n2\\n"}', True),
+    (HONEST, "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", True),
 ]
 
 
@@ -128,6 +131,9 @@ def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> 
         "42",
         "-3.5",
         "(1, 2)",
+        "METADATA = {'author': 'x'}\ndef check(candidate):\n    assert candidate(1) == 2",
+        "import pytest\n@pytest.mark.slow\ndef test_f():\n    assert f(1) == 2",
+        f"import unittest\n{UNITTEST}\nif __name__ == '__main__':\n    unittest.main()",
         "(" * 10**5,
         "[" * 10**5,
     ],

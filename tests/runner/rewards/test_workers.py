@@ -53,6 +53,12 @@ def judge(rule: TextRule, text: str, answer: str) -> Verdict:
         ("So \\boxed{5}\n\nWait, I forgot a term.\n\n\\boxed{6}", "6", "math-verify", True),
         ("So \\boxed{5}\n\nWait, I forgot a term.\n\n\\boxed{6}", "5", "math-verify", False),
         ("x = \\boxed{1}\n\ny = \\boxed{2}", "1, 2", "math-verify", True),
+        ("\\boxed{3}\n\nHence \\boxed 5", "3", "math-verify", False),  # 5 is its one guess
+        ("\\boxed{3}\n\nHence \\boxed 5", "5", "math-verify", True),
+        ("\\boxed{3\\text{ m}}\n\nso \\boxed{5\\text{ m}}", "3", "math-verify", False),
+        ("\\boxed{3}\n\nin \\boxed as asked", "3", "math-verify", True),
+        ("x = \\boxed{8}\n\ny = \\boxed{-2}", "(8,-2)", "math-verify", True),
+        ("\\boxed{1}\n\n\\boxed{2,3}", "1, 2, 3", "math-verify", True),
         (r"So \boxed{5} and \boxed{6}", "5, 6", "math-verify", True),
         (r"$\boxed{1}$ and $\boxed{2}$", "1, 2", "math-verify", True),
         (r"\boxed{10000}", r"10\,000", "math-verify", True),
