@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def test_values_of_tokens_add_up_to_the_metrics_of_the_update(model_folder: Path
     own = {i: learner.logprobs(pack([sequences[i]], 256)[0]) for i, x in enumerate(sequences) if x.mask.any()}
     figures, values = learner.update(mini, 0), learner.token_values
     assert sorted(values) == sorted(own)
-    names = [field.name for field in fields(TokenValues) if getattr(values[0], field.name) is not None]
+    names = [name for name in TokenValues._fields if getattr(values[0], name) is not None]
     column = {name: of_training_tokens(values, sequences, name) for name in names}
     assert column["entropy"].mean().item() == pytest.approx(figures["entropy"], rel=1e-5)
     assert column["ratio"].mean().item() == pytest.approx(figures["ratio"], rel=1e-5)
