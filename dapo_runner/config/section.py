@@ -144,7 +144,7 @@ def spell(value: Any) -> str:
         return f"{len(value)} sections" if has_sections else f"[{', '.join(map(spell, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else re.sub(r"(\w+://)?\S*@", r"\1***@", str(value))
+    return f"{value:g}" if isinstance(value, float) else re.sub(r"(\w+://|(?=\S*:))\S*@", r"\1***@", str(value))
 
 
 def as_mappings(raw: Any) -> Any:

@@ -29,7 +29,7 @@ from dapo_runner.config import (
     parse,
 )
 from dapo_runner.config.reading import every_key, may_change, section_of
-from dapo_runner.config.section import Section, conditions_of
+from dapo_runner.config.section import Section, conditions_of, spell
 from dapo_runner.errors import ConfigError
 from dapo_runner.preflight.dry_run import summarize
 from dapo_runner.preflight.memory import ModelShape, host_estimate, memory_estimate, model_shape, phase_estimate
@@ -442,3 +442,14 @@ def test_every_setting_has_a_meaning_on_the_reference_page() -> None:
     rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
     assert len({row[0].split(".")[-1] for row in rows}) > 150  # names; some stand in several sections
     assert [row[0] for row in rows if not row[3].strip()] == []
+
+
+def test_only_users_and_passwords_are_masked() -> None:
+    for text, spelled in (
+        ("http://me:s3cret@a/v1", "http://***@a/v1"),
+        ("http://token@a", "http://***@a"),
+        ("me:s3cret@a:80", "***@a:80"),
+        ("runs/tiny@210", "runs/tiny@210"),
+        ("avg@32", "avg@32"),
+    ):
+        assert spell(text) == spelled
