@@ -13,6 +13,7 @@ from dapo_runner.checkpoint.files import damage_of, find_checkpoints
 from dapo_runner.commands.output import complain, print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.data.dataset import load_data
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.evaluate import evaluate
@@ -25,7 +26,7 @@ from dapo_runner.preflight.needs import check_model
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.worker import RolloutWorker
-from dapo_runner.run.folder import CONFIG_FILE, read_config
+from dapo_runner.run.folder import read_config
 from dapo_runner.types import Group
 
 

@@ -18,6 +18,7 @@ from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig
 from dapo_runner.errors import ConfigError
 
+CONFIG_FILE = "config.yaml"  # in the folder of a run
 C = TypeVar("C", bound=Section)
 
 

@@ -350,16 +350,24 @@ def _truncate(probs: Tensor, sampling: SamplingParams) -> Tensor:
     """Keep tokens with at least `min_p` of the likeliest one's probability, of these the `top_k` likeliest, those as
     likely as the last of them included, and of these the fewest that reach `top_p`, the one that crosses it included.
     """
+    n = probs.shape[-1]
     if sampling.top_k is not None or sampling.min_p > 0:
-        ordered = probs.sort(dim=-1, descending=True).values
-        n = probs.shape[-1]
-        last = ordered[:, min(sampling.top_k or n, n) - 1, None]
-        probs = probs.masked_fill(probs < torch.maximum(last, sampling.min_p * ordered[:, :1]), 0.0)
+        largest = probs.topk(min(sampling.top_k or 1, n)).values
+        last = largest[:, -1:] * (sampling.top_k is not None)
+        probs = probs.masked_fill(probs < torch.maximum(last, sampling.min_p * largest[:, :1]), 0.0)
         probs = probs / probs.sum(dim=-1, keepdim=True)
     if sampling.top_p < 1:
-        ordered, index = probs.sort(dim=-1, descending=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, 0.0))
+        # All tokens below this probability have less than 1 - top_p together: they are never kept, and not sorted.
+        most = (probs >= (1 - sampling.top_p) / (2 * n)).sum(dim=-1).max()
+        largest = probs.topk(max(1, int(most))).values
+        n_kept = (largest.cumsum(dim=-1) - largest < sampling.top_p).sum(dim=-1, keepdim=True)
+        last = largest.gather(-1, (n_kept - 1).clamp(min=0))
+        probs = probs.masked_fill(probs < last, 0.0)
+        n_surplus = (probs > 0).sum(dim=-1, keepdim=True) - n_kept
+        if n_surplus.any():  # of the tokens as likely as the last, the first in the vocabulary are kept
+            is_last = probs == last
+            left = is_last.sum(dim=-1, keepdim=True) - n_surplus
+            probs = probs.masked_fill(is_last & (is_last.cumsum(dim=-1) > left), 0.0)
     return probs
 
 

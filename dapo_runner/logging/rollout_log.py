@@ -10,6 +10,7 @@ short nor correct responses. Steps, groups and samples are numbered from 1.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import re
@@ -57,7 +58,10 @@ class RolloutLog:
         kept = groups[: self.config.groups]
         if not kept:
             return
-        records: list[dict[str, Any]] = [{"step": step, "groups": len(groups)}]
+        data = io.BytesIO()
+        # No time stamp: the same run must write the same bytes.
+        file = gzip.GzipFile(fileobj=data, mode="wb", compresslevel=1, mtime=0)
+        file.write(to_jsonl([{"step": step, "groups": len(groups)}]))
         index = 0
         for number, group in enumerate(kept, start=1):
             prompt = {name: getattr(group.prompt, name) for name in ("id", "source", "eval_set", "text", "answer")}
@@ -67,11 +71,10 @@ class RolloutLog:
                 if sequences is not None:
                     samples[-1] |= self._training_record(sample, sequences[index], (values or {}).get(index))
                 index += 1
-            records.append({"group": number, "prompt": prompt, "samples": samples})
+            file.write(to_jsonl([{"group": number, "prompt": prompt, "samples": samples}]))
+        file.close()
         self.folder.mkdir(exist_ok=True)
-        # No time stamp: the same run must write the same bytes.
-        data = gzip.compress(to_jsonl(records), compresslevel=1, mtime=0)
-        atomic_write(self.folder / f"step_{step:06d}.jsonl.gz", data)
+        atomic_write(self.folder / f"step_{step:06d}.jsonl.gz", data.getvalue())
 
     def _training_record(
         self, sample: Sample, sequence: TrainingSequence, values: TokenValues | None

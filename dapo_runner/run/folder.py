@@ -14,14 +14,13 @@ import yaml
 
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, SftConfig, apply_overrides, dump_config, flatten, parse, read_recipe
-from dapo_runner.config.reading import may_change
+from dapo_runner.config.reading import CONFIG_FILE, may_change
 from dapo_runner.files import atomic_write, check_writable, lock_file
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.logging.trackers import STATE_FILE
 from dapo_runner.logging.versions import this_version
 
-CONFIG_FILE = "config.yaml"
 MADE_BY = "# made by "  # first line of CONFIG_FILE, followed by a version
 LOCK_FILE = "lock"
 TINY_MODEL = "model"

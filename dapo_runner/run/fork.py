@@ -13,12 +13,12 @@ from typing import Any
 
 from dapo_runner.checkpoint.files import Checkpoint, copy_checkpoint, find_checkpoints
 from dapo_runner.config import Config, ConfigError
-from dapo_runner.config.reading import may_change
+from dapo_runner.config.reading import CONFIG_FILE, may_change
 from dapo_runner.config.rollout import SamplingConfig
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.run.folder import CONFIG_FILE, TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
+from dapo_runner.run.folder import TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 
 # The checkpoint's weights, optimizer state and order of prompts depend on these,
 # unless they are marked with `MayChange`.

@@ -23,6 +23,7 @@ from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_re
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, load_config
+from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
@@ -30,7 +31,6 @@ from dapo_runner.logging.trackers import STATE_FILE
 from dapo_runner.logging.versions import this_version
 from dapo_runner.loop import train
 from dapo_runner.run.folder import (
-    CONFIG_FILE,
     LOCK_FILE,
     check_same_run,
     lock_folder,

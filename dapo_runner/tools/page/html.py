@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from dapo_runner.config import flatten, read_recipe
+from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.curves import read_curves
 from dapo_runner.logging.metric_table import Panel, panels_of, read_glossary, step_name
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
-from dapo_runner.run.folder import CONFIG_FILE
 
 HTML_FILE = "report.html"
 ABOUT = ("algorithm", "data.format", "data.path", "loss.objective", "model.path", "model.tiny.layers")  # in the header
@@ -65,9 +65,8 @@ def contents(runs: Sequence[Path]) -> dict[str, Any]:
             key: (steps, [value if math.isfinite(value) else None for value in values])
             for key, (steps, values) in points.items()
         }
-        about, differences = (
-            {key: settings[key] for key in keys if settings.get(key) is not None} for keys in (ABOUT, differing)
-        )
+        about = {key: settings[key] for key in ABOUT if settings.get(key) is not None}
+        differences = {key: settings[key] for key in differing if key in settings}
         name, steps = str(run.resolve().relative_to(parent)), list(saved_steps(run / ROLLOUTS))
         header = {"name": name, "about": about, "differences": differences}
         shown.append(header | {"curves": finite, "steps": steps})

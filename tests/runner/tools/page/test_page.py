@@ -33,9 +33,9 @@ from transformers import PreTrainedTokenizerFast
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
+from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import ROLLOUTS, RolloutLog, saved_steps
-from dapo_runner.run.folder import CONFIG_FILE
 from dapo_runner.tools.page.html import contents, spread_steps, write_page
 from dapo_runner.tools.page.serve import open_server
 from dapo_runner.types import Group, Turn
