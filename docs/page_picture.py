@@ -1,5 +1,6 @@
-"""Take the pictures of docs/watching.md from runs with `logging.rollouts.per_token=true`, in a headless Chromium:
+"""Take the pictures of docs/watching.md from two runs, in a headless Chromium. For NAME=dapo and NAME=grpo:
 
+dapo train tiny run.name=NAME algorithm=NAME run.steps=80 run.eval_every=5 logging.rollouts.{per_token=true,groups=8}
 python -m docs.page_picture runs/dapo runs/grpo
 """
 
@@ -15,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from dapo_runner.tools.page.html import write_page
 
 HERE = Path(__file__).parent
-STEP, GROUP = "58", "4"  # of the first run, with a prompt that the second run has near it
+STEP, GROUP = "40", "4"  # of the first run, with a prompt that the second run has near it
 
 
 def take(runs: list[Path]) -> None:

@@ -26,7 +26,6 @@ from docs.glossary import AREAS, is_documented
 ROOT = Path(__file__).parent.parent
 DOCS = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LIGER = "Liger's GRPO loss (from logits: in place; from hidden states: float32 products without TF32)"
 TEXTS = {"README.md": README, **DOCS}
 
 KEYS = {key for root in (Config, SftConfig, StudyConfig, ConvertConfig) for key in every_key(root)}
@@ -150,7 +149,7 @@ def test_gpu_figures_of_the_readme_are_measured() -> None:
     names = {
         "**dapo_kernels**": ("dapo_kernels, new gradient", "dapo_kernels"),
         "**dapo_kernels**, in place": ("dapo_kernels", None),
-        LIGER: ("Liger GRPO, Triton", "Liger GRPO"),
+        "Liger's GRPO loss, in place": ("Liger GRPO, Triton", None),
         "TRL's log-probs (from hidden states: chunked)": ("TRL selective_log_softmax", "TRL chunked log-probs"),
         "`torch.compile`": ("torch.compile", "torch.compile"),
         "eager PyTorch, softmax in bfloat16": ("eager", "eager"),
