@@ -140,6 +140,23 @@ def test_samples_follow_the_truncated_distribution(cut: dict[str, Any], engine: 
         assert set(one.support.ids.tolist()) == (set(kept) if len(kept) < len(probs) else set())
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.7, 0.999999])
+@pytest.mark.parametrize("others", [{}, {"top_k": 7}, {"min_p": 0.05}], ids=str)
+def test_ties_at_the_cut_do_not_depend_on_the_batching(others: dict[str, Any], top_p: float) -> None:
+    """Of equally likely tokens at the cut, the first in the vocabulary are kept, as a stable sort would."""
+    scales = torch.tensor([0.0, 0.5, 2, 8])[:, None]  # from all alike to peaked
+    logits = (torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * scales).bfloat16().float()
+    uniform, sampling = torch.zeros(4), SamplingParams(top_p=top_p, sampling_mask=True, **others)
+    _, _, kept = sample_tokens(logits, uniform, sampling)
+    for row, mask in zip(logits, kept, strict=True):
+        _, _, (alone,) = sample_tokens(row[None], uniform[:1], sampling)
+        _, _, (untied,) = sample_tokens(row[None], uniform[:1], replace(sampling, top_p=1.0))
+        assert torch.equal(alone, mask)
+        probs = row.softmax(-1).where(untied, 0.0)
+        ordered, order = (probs / probs.sum()).sort(descending=True, stable=True)
+        assert set(alone.nonzero().flatten().tolist()) == set(order[ordered.cumsum(0) - ordered < top_p].tolist())
+
+
 def test_a_stop_string_ends_a_response_as_if_the_policy_had(engine: HFEngine) -> None:
     for whole, cut in check_stop_string(engine, 100):
         assert torch.equal(cut.logprobs, whole.logprobs[: cut.length])
