@@ -57,7 +57,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
     study.folder.mkdir(parents=True, exist_ok=True)
     with closing(lock_folder(study.folder_of_runs, print)):
-        _make_starts(starts, jobs)
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent) as pool:
+            for note in pool.map(make_start, starts, starts.values()):
+                print(note, flush=True)
         return _carry_out(study, runs, waiting, jobs)
 
 
@@ -68,13 +70,6 @@ def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
         return config
     model = config.model.model_copy(update={"path": None, "tiny": start.model.tiny})
     return config.model_copy(update={"model": model, "data": start.data})
-
-
-def _make_starts(starts: Mapping[Path, Config], jobs: int) -> None:
-    n = min(jobs, len(starts)) or 1
-    with ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), end_with_parent) as pool:
-        for note in pool.map(make_start, starts, starts.values()):
-            print(note, flush=True)
 
 
 def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun], jobs: int) -> int:

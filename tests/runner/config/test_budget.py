@@ -13,14 +13,14 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3607,
+    "top": 3602,
     "engines": 2137,
     "rollout": 1081,
     "training": 2239,
     "rewards": 1760,
     "config": 1767,
     "algorithms": 1732,
-    "tools": 1502,
+    "tools": 1497,
     "logging": 1188,
     "preflight": 861,
     "data": 763,
