@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,11 +162,11 @@ def test_the_page_by_hand(tmp_path: Path) -> None:
     runs_of_page = json.loads((tmp_path / "s/study.json").read_text())
     odd = {"train/entropy": ([1, 2, 3, 4, 5], [1.0, 2.0, 9.0, 4.0, 6.0])}  # no step is in both means
     axes = results[0].axes | {"step": {step: step for step in range(6)}}
-    values = replace(results[0], points=results[0].points | odd, axes=axes).values(400)
+    values = results[0]._replace(points=results[0].points | odd, axes=axes).values(400)
     assert (values["entropy_first"], values["entropy_last"]) == (1.5, 5.0)
-    ends = replace(results[0], points=results[0].points | {results[0].metric: ([0, 4], [0.2, 0.6])}).values(400)
+    ends = results[0]._replace(points=results[0].points | {results[0].metric: ([0, 4], [0.2, 0.6])}).values(400)
     assert (ends["before"], ends["half"], ends["after"]) == (0.2, None, 0.6)
-    fewer = replace(results[0], axes=results[0].axes | {"updates": {0: 0, 4: 7}})
+    fewer = results[0]._replace(axes=results[0].axes | {"updates": {0: 0, 4: 7}})
     page = write_page(study, [fewer, *results[1:]], []).read_text()
     assert "| at the end |" in page
     assert len(runs_of_page) == 5
