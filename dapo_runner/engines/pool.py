@@ -41,18 +41,15 @@ class Signal:
 
     async def wait_until(self, is_true: Callable[[], Any], within: float | None = None) -> None:
         """Return when ``is_true()``, or after ``within`` seconds."""
-
-        async def wait() -> None:
-            while not is_true():
-                event = asyncio.Event()
-                self._waiting[event] = is_true
-                try:
-                    await event.wait()
-                finally:
-                    self._waiting.pop(event, None)
-
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(wait(), within)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):  # ``wait_for`` of Python 3.11 may ignore a cancellation
+                while not is_true():
+                    event = asyncio.Event()
+                    self._waiting[event] = is_true
+                    try:
+                        await event.wait()
+                    finally:
+                        self._waiting.pop(event, None)
 
 
 class ServerPool:

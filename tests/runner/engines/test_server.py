@@ -380,3 +380,23 @@ def test_a_signal_wakes_up_those_whose_condition_is_true_longest_wait_first() ->
         assert returned == ["late", "b", "d", "c", "a"]
 
     run(wake())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_wait_that_is_cancelled_as_it_ends_does_not_go_on(turns: int) -> None:
+    """Else an engine that is closed at that moment goes on to claim servers. ``turns`` are of the event loop."""
+
+    async def cancel() -> tuple[bool, bool]:
+        changed, true = Signal(), set[str]()
+        task = asyncio.create_task(changed.wait_until(lambda: true, 60.0))
+        await asyncio.sleep(0.01)
+        true.add("a")
+        changed.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_cancelled = task.cancel()
+        await asyncio.wait([task])
+        return is_cancelled, task.cancelled()
+
+    expected, found = run(cancel())
+    assert found == expected
