@@ -14,8 +14,9 @@ from contextlib import redirect_stdout
 from itertools import accumulate, pairwise
 from typing import Any
 
-from dapo_runner.config import ConfigError, DataConfig
-from dapo_runner.data.reading import Problem
+if __name__ != "__main__":  # without torch, the process that generates starts in a third of the time
+    from dapo_runner.config import ConfigError, DataConfig
+    from dapo_runner.data.reading import Problem
 
 TRAIN_SIZE = 2048  # training problems if data.limit is not set
 SEED = 0  # of tasks that set none in their config: all runs use the same problems
@@ -70,6 +71,5 @@ def _generate(number: int, name: str, config: dict[str, Any]) -> list[tuple[str,
 
 
 if __name__ == "__main__":
-    answers = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries may print; only problems go to stdout
-        json.dump([_generate(number, **task) for number, task in enumerate(json.load(sys.stdin))], answers)
+        print(json.dumps([_generate(n, **task) for n, task in enumerate(json.load(sys.stdin))]), file=sys.__stdout__)

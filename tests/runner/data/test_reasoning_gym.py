@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,14 @@ def test_problems_are_the_same_in_every_process_by_weight_and_all_counted(monkey
     assert report["rows"] == 80 == sum(report.values()) - report["rows"]
     assert min(report[IN_HELDOUT], report[DUPLICATES]) > 0
     assert (report["train"], report["heldout"]) == (len(one.train), len(one.heldout))
+
+
+def test_problems_are_generated_without_torch() -> None:
+    """Whose import takes longer than the problems."""
+    text = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", text, "dapo_runner.data.reasoning_gym"]
+    made = subprocess.run(command, input="[]", capture_output=True, text=True, check=True)
+    assert json.loads(made.stdout) == []
 
 
 def prompt_of(name: str) -> Prompt:
