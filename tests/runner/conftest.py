@@ -41,6 +41,12 @@ def _only_documented_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunLog, "figures", check)
 
 
+@pytest.fixture(autouse=True)
+def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws none at its end, which takes as long as a small run. The one of test_cli.py begins before this."""
+    monkeypatch.setattr("dapo_runner.commands.train.write_report", lambda folder: None)
+
+
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A program in place of ``sys.executable`` whose processes have their imports behind them."""
