@@ -111,9 +111,9 @@ def test_a_second_derivative_is_refused(backend: str, kind: str) -> None:
         (gradient,) = torch.autograd.grad(loss(leaves[0]), leaves[0], create_graph=True)
         gradient.square().sum().backward()
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.functional.hessian(loss, leaves[0].detach())
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="create_graph"):
         penalty()
 
 
@@ -163,19 +163,12 @@ def test_forward_mode_is_refused() -> None:
 def test_in_place_never_corrupts_another_consumer_of_the_logits(backend: str, kind: str) -> None:
     """Something else saved the logits for its own backward: autograd must notice, not use overwritten values."""
     case = case_of(kind)
-
-    def gradient(kind: str) -> Tensor:
-        (leaf,) = leaves_of(kind, case)
-        logits = leaf * 1
-        other = logits.square().sum() * 0.01  # saves logits
-        (scalar(kind, case, logits) + other).backward()
-        return leaf.grad
-
-    try:
-        got = gradient(kind)
-    except RuntimeError:
-        return
-    torch.testing.assert_close(got, gradient(kind.removesuffix("_inplace")), rtol=1e-5, atol=1e-7)
+    (leaf,) = leaves_of(kind, case)
+    logits = leaf * 1
+    other = logits.square().sum() * 0.01  # saves logits, and its backward is the later one
+    total = scalar(kind, case, logits) + other
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        total.backward()
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(0, 20)], ids=["all", "some"])
