@@ -45,7 +45,7 @@ def answer_rule(text: str, answer: str) -> Verdict:
     if not (lines := ANSWER_LINE.findall(text[-ANSWER_WINDOW:])):
         return NO_ANSWER
     extracted = normalise(lines[-1])
-    return Verdict(extracted == normalise(answer), extracted, "answer-line")
+    return Verdict(bool(extracted) and extracted == normalise(answer), extracted or None, "answer-line")
 
 
 def normalise(answer: str) -> str:

@@ -52,6 +52,7 @@ def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> dict[str,
     [
         ("math", ["1/2", "3", "50*(1/100)", "4", "4", "3"], "0.5", 1 / 3),
         ("math", ["1/2", "1/3", "50*(1/150)", "0.5", r"$\frac{2}{6}$"], "0.5", 1 / 2),  # 50*(1/150) votes alone
+        ("dapo", ["feet", "inches", "1200"], "1200", 1.0),  # no answer once units are removed
         ("dapo", ["1,200", "$1200$", "7", "7", "x = 1200"], "1200", 1.0),
     ],
 )

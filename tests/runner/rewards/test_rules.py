@@ -56,6 +56,8 @@ READ = [  # rule, response, what it extracts, where
     ("dapo", "Answer: 11\nno wait\nANSWER :  12\n", "12", "answer-line"),
     ("dapo", "Answer: 12.", "12.", "answer-line"),
     ("dapo", "The result is 12", None, "none"),
+    ("dapo", "Answer: $5 = x$ feet", "x", "answer-line"),
+    ("dapo", "Answer: $ feet", None, "answer-line"),  # nothing but what is removed
     ("gsm8k", "Answer: 3\n#### 18", "18", "hash-line"),
     ("gsm8k", "#### 1 / 2", "1/2", "hash-line"),
     ("gsm8k", "Answer: –.5", "-0.5", "answer-line"),
@@ -202,6 +204,7 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
     assert repr(answers[1]) in warn("integer")
     assert "3 of 7" in warn("gsm8k")
     assert "1 of 7" in warn("dapo")
+    assert "1 of 2" in warn("dapo", [prompts[0], make_prompt(answer="inches")])
     assert "6 of 7" in warn("choice", [*prompts[1:], make_prompt(answer="(C)")])
     for kind in ("math", "json:loads"):  # not asked: a worker's time; the user's code
         assert warn(kind) == ""
