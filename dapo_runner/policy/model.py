@@ -211,7 +211,8 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     with loading("model.path", "a tokenizer", path):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        options = {"trust_remote_code": config.trust_remote_code, "clean_up_tokenization_spaces": False}
+        return AutoTokenizer.from_pretrained(path, **options)
 
 
 def load_policy(

@@ -55,7 +55,6 @@ class EpisodeRunner:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         assert config.env is not None
         self.config, self.tokenizer = config.env, tokenizer
-        self.decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
         self.template = TurnTemplate(tokenizer, chat=chat, tools=template_arguments(config.env)["tools"])
@@ -190,7 +189,7 @@ class EpisodeRunner:
 
     def _step(self, environment: Environment, turn: Completion) -> Answer:
         *ids, last = turn.token_ids.tolist()
-        text = self.decode(ids if self.template.is_special(last) else [*ids, last])
+        text = self.tokenizer.decode(ids if self.template.is_special(last) else [*ids, last])
         answer: Answer = _checked(Answer, environment.step(text), ANSWER)
         if not (answer.is_done or answer.messages):
             raise FailureError("invalid", "expected an observation or the end of the episode from step, got neither")
@@ -202,7 +201,7 @@ class EpisodeRunner:
         versions = tuple(span._replace(length=n) for span in turn.versions[:1] if n)
         reply = replace(begin(torch.tensor(tokens).long()), logprobs=torch.full((n,), torch.nan), versions=versions)
         for part in (reply, turn) if tokens else (turn,):
-            extent = episode.length, episode.length + part.length, self.decode(part.token_ids.tolist())
+            extent = episode.length, episode.length + part.length, self.tokenizer.decode(part.token_ids.tolist())
             turns.append(Turn("environment" if part is reply else "assistant", *extent))
             episode = replace(join(episode, part), versions=(*episode.versions, *part.versions))
         turns[-1] = turns[-1]._replace(finish_reason="stop", reward=reward)

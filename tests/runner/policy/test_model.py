@@ -400,6 +400,17 @@ def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_fo
     assert "\n" not in str(caught.value)
 
 
+def test_a_response_is_decoded_as_it_was_sampled(tmp_path: Path) -> None:
+    """Llama 3's tokenizer asks for a clean-up, which removes spaces."""
+    tokenizer = make_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.save_pretrained(tmp_path)
+    text = "1 , 2 ?"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) != text
+    loaded = load_tokenizer(tmp_path, ModelConfig(path="x"))
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_with_a_temperature_alone_can_be_saved(
     device: str, model_folder: Path, policy: Policy, tmp_path: Path
