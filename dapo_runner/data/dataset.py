@@ -54,14 +54,13 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
-        template, limit = data.prompt_template, config.rollout.max_prompt_tokens
-        turns = [(*each.context, ("user", apply_template(template, each.question))) for each in problems]
+        turns = [(*each.context, ("user", apply_template(data.prompt_template, each.question))) for each in problems]
         rendered = tokenize(turns, tokenizer, data, **arguments)
         n_empty = 0 if tokenizer is None or is_game else sum(not ids for _, ids in rendered)  # reset adds to a game
         prompts = [
             Prompt(each.key[:16], ids, text, each.answer, each.source, eval_set, messages, each.row)
             for each, messages, (text, ids) in zip(problems, turns, rendered, strict=True)
-            if len(ids) <= limit and (ids or not n_empty)
+            if len(ids) <= config.rollout.max_prompt_tokens and (ids or not n_empty)
         ]
         report.update({LONG: len(problems) - len(prompts) - n_empty, EMPTY: n_empty})
         return prompts
@@ -166,10 +165,9 @@ def tokenize(
     """
     if tokenizer is None:
         return [(render(turns, None, chat=False), ()) for turns in conversations]
-    has_template = bool(tokenizer.chat_template)
-    if data.chat_template == "always" and not has_template:
+    if data.chat_template == "always" and not tokenizer.chat_template:
         raise ConfigError("data.chat_template: 'always' requires a tokenizer with a chat template. Set it to auto.")
-    chat = has_template and data.chat_template != "never"
+    chat = bool(tokenizer.chat_template) and data.chat_template != "never"
     try:
         texts = [render(turns, tokenizer, chat, **kwargs) for turns in conversations]
     except TemplateError as error:
@@ -177,6 +175,8 @@ def tokenize(
     # A chat template contains its special tokens; adding them again would double the first one.
     blocks = (texts[start : start + BLOCK] for start in range(0, len(texts), BLOCK))  # encodings are large
     encoded = (ids for block in blocks for ids in tokenizer(block, add_special_tokens=not chat)["input_ids"])
+    end = None if chat else [tokenizer.eos_token_id]  # some tokenizers append it; a prompt goes on
+    encoded = (ids[:-1] if ids[1:][-1:] == end else ids for ids in encoded)
     known: dict[int, int] = {}  # each id is one object: a token takes 8 bytes instead of 36
     return [(text, tuple(map(known.setdefault, ids, ids))) for text, ids in zip(texts, encoded, strict=True)]
 

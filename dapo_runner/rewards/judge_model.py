@@ -90,7 +90,8 @@ class JudgeModel:
         except TemplateError as error:
             roles = " and ".join(message["role"] for message in conversation)
             raise ConfigError(f"reward.judge: requires a chat template of {roles}, got: {error}") from error
-        return self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        return ids[:-1] if not chat and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def _next(self, rows: Sequence[list[int]]) -> Tensor:
         """Return the log-probs of the next token of each row, float32 [rows, V]."""

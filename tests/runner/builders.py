@@ -173,6 +173,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
 class CharTokenizer:
     """One token per character; the chat template wraps a message in its role."""
 
+    eos_token_id = None
+
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
 

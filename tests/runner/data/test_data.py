@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from refusals import refused
+from tokenizers.processors import TemplateProcessing
 
 from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError, EnvironmentConfig
 from dapo_runner.data import dataset
@@ -35,6 +36,7 @@ from dapo_runner.data.dataset import (
 from dapo_runner.data.reading import Problem, missing_data, read_problems
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
+from dapo_runner.tiny_model import make_tokenizer
 
 ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
 COLUMNS = {"prompt": "q", "answer": "a"}
@@ -351,6 +353,16 @@ def test_templates(tmp_path: Path) -> None:
     assert r"Find \frac{a}{b}." in wrapped
     assert apply_template("dapo", wrapped) == wrapped
     assert apply_template("{question}={x}", "1+1") == "1+1={x}"
+
+
+@pytest.mark.parametrize(("added", "begin"), [("$A <eos>", ""), ("<pad> $A <eos>", "<pad>"), ("<pad> $A", "<pad>")])
+def test_a_prompt_does_not_end_the_text(added: str, begin: str, tmp_path: Path) -> None:
+    """Some tokenizers are saved so that they append the token."""
+    tokenizer = make_tokenizer()
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<pad>", "<eos>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(added, special_tokens=special)
+    (prompt,) = load_data(config_of(tmp_path / "d.jsonl", [dapo_row("3+3=", "6")], template="plain"), tokenizer).train
+    assert tokenizer.decode(prompt.token_ids) == f"{begin}3+3="
 
 
 class StrictTokenizer(CharTokenizer):

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 from small import AtPhase, Dapo, Notes, events_of, small_recipe, write_recipe
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_runner import http
@@ -371,6 +372,10 @@ def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], tmp_path:
         Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
     judge = Judge(config_of(of_here).reward)
     judge.check()
+    tokenizer = judge.model.tokenizer
+    special = [("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=special)
+    assert tokenizer.decode(judge.model._tokens_of([{"role": "user", "content": "7=8?"}])) == "7=8?"
     judge.model.tokenizer.chat_template = "{{ raise_exception('no user role') if messages[0].role == 'user' }}"
     with refused("reward.judge"):
         judge.check()
