@@ -41,6 +41,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = load_data(config, tokenizer)
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
+    complain(f"data: {dataset.report.describe()}")
     device = resolve_device(config.run.device)
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None
@@ -58,8 +59,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
     """Return the configuration and the model to evaluate."""
-    folder = Path(target)
-    if folder.is_dir():
+    if (folder := Path(target)).is_dir():
         return _of_run(folder, overrides)
     config = load_config(find_recipe(target, "a run's folder, one of its checkpoints, a YAML file"), overrides)
     if config.model.path is None:

@@ -162,6 +162,7 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     figures, last = evaluate(dapo, tmp_path, run, "--show", "2"), events_of(run, "eval")[-1]
     logged = {key.removeprefix("eval/"): value for key, value in last.items() if key.startswith("eval/")}
     assert figures == {"model": str(newest / "model"), **logged}
+    assert f"{figures['problems']:g} held-out" in dapo.err  # and which rows were left out
     assert dapo.out.count("--- ") == 2
     assert f"{figures['avg@2']:.1%}" in dapo.out
     figures = evaluate(dapo, tmp_path, first, "evaluation.k=3")
