@@ -35,7 +35,6 @@ class SftDataConfig(PromptsConfig):
     path: LocalPath  # as data.path in dapo train
     columns: SftColumnsConfig | None = None  # null: prompt and completion, or messages, or the columns of verdicts
     judge: JudgePrompt = JudgePrompt()  # the prompt for verdicts, as in reward.judge
-    chat_template_kwargs: dict[str, Plain] = {}  # arguments of the chat template, e.g. {enable_thinking: false}
     max_tokens: PositiveInt = 4096  # tokens of prompt and completion together; longer examples are left out and counted
     eval_path: LocalPath | None = None  # data set of held-out rows
     eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows held out from the training set

@@ -74,6 +74,7 @@ class PromptsConfig(SourceConfig):
 
     system: str | None = None  # a system message for prompts without one
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: if the tokenizer has one
+    chat_template_kwargs: dict[str, Plain] = {}  # arguments of the chat template, e.g. {enable_thinking: false}
     eval_size: NonNegativeInt = 256  # problems held out from the training set; ignored if data.eval is set
 
 

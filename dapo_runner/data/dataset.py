@@ -161,7 +161,7 @@ def tokenize(
     conversations: Iterable[Iterable[tuple[str, str]]], tokenizer: Any, data: DataConfig | SftDataConfig, **kwargs: Any
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Return text and token ids of each conversation, up to where the response begins; no ids without a tokenizer.
-    ``kwargs`` are passed to the chat template. Raises ConfigError.
+    ``kwargs`` are passed to the chat template, after `data.chat_template_kwargs`. Raises ConfigError.
     """
     if tokenizer is None:
         return [(render(turns, None, chat=False), ()) for turns in conversations]
@@ -169,7 +169,7 @@ def tokenize(
         raise ConfigError("data.chat_template: 'always' requires a tokenizer with a chat template. Set it to auto.")
     chat = bool(tokenizer.chat_template) and data.chat_template != "never"
     try:
-        texts = [render(turns, tokenizer, chat, **kwargs) for turns in conversations]
+        texts = [render(turns, tokenizer, chat, **(data.chat_template_kwargs | kwargs)) for turns in conversations]
     except TemplateError as error:
         raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
@@ -195,9 +195,9 @@ def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: 
 
 def apply_template(template: str, question: str) -> str:
     """Insert a question into a template. A question that already has DAPO's instruction is returned unchanged."""
-    if template == "plain" or (template == "dapo" and question.startswith(RECIPE_OPENING)):
+    if template == "plain" or (template == "dapo" and question.strip().startswith(RECIPE_OPENING)):
         return question
-    return (RECIPE_TEMPLATE if template == "dapo" else template).replace("{question}", question)
+    return (RECIPE_TEMPLATE if template == "dapo" else template).replace("{question}", question.strip())
 
 
 class PromptCursor:

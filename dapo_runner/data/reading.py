@@ -187,7 +187,7 @@ def _make_problem(
     if role != "user":
         raise ValueError("the last message must be the user's")
     "".join([*(text for _, text in context), question, choices, answer]).encode()  # refuses half of a surrogate pair
-    return Problem(question.strip() + choices, answer, str(source or ""), tuple(context), row)
+    return Problem(question.strip() + choices if choices else question, answer, str(source or ""), tuple(context), row)
 
 
 def _answer_text(answer: Any) -> str:

@@ -22,9 +22,9 @@ class TurnTemplate:
     is the messages' contents alone.
     """
 
-    def __init__(self, tokenizer: Any, *, chat: bool, tools: Sequence[Any] | None) -> None:
-        """Take JSON schemas as ``tools``. Raises ConfigError for a template that refuses messages or changes them."""
-        self.tokenizer, self.chat, self.tools = tokenizer, chat, tools
+    def __init__(self, tokenizer: Any, *, chat: bool, tools: Sequence[Any] | None, **kwargs: Any) -> None:
+        """Take JSON schemas as ``tools`` and other arguments of the template. Raises ConfigError if it is unfit."""
+        self.tokenizer, self.chat, self.tools, self.kwargs = tokenizer, chat, tools, kwargs
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special_ids = {number for number, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         # Markers of roles and tools are not always among the special ones.
@@ -78,7 +78,7 @@ class TurnTemplate:
                 raise ConfigError(f"env: requires a chat template that {requirement}. Got that of {name}.")
 
     def _render(self, turns: Sequence[dict[str, str]], **options: Any) -> str:
-        arguments = {"tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
+        arguments = {**self.kwargs, "tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
         try:
             return str(self.tokenizer.apply_chat_template(list(turns), **arguments))
         except TemplateError as error:

@@ -57,7 +57,8 @@ class EpisodeRunner:
         self.config, self.tokenizer = config.env, tokenizer
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
         chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
-        self.template = TurnTemplate(tokenizer, chat=chat, tools=template_arguments(config.env)["tools"])
+        tools, kwargs = template_arguments(config.env)["tools"], config.data.chat_template_kwargs
+        self.template = TurnTemplate(tokenizer, chat=chat, **(kwargs | {"tools": tools}))
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
         self.n_unknown = count()  # texts that the tokenizer does not know a part of
 

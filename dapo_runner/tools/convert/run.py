@@ -120,7 +120,7 @@ def is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | N
 def bare_question(problem: Problem) -> str:
     """Return the question without the recipe's instruction around it."""
     before, _, after = RECIPE_TEMPLATE.partition("{question}")
-    return problem.question.removeprefix(before).removesuffix(after).strip()
+    return problem.question.strip().removeprefix(before).removesuffix(after).strip()
 
 
 def _row(source: Problem, question: str, truth: str, **evidence: Any) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class Examples(NamedTuple):
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
     """Read and tokenize the examples. Raises ConfigError with the file, the row and what was expected."""
     data, report = config.data, DataReport()
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: requires a tokenizer with an EOS token, got that of {config.model.path}")
     questioner = Questioner(data.judge, special_tokens(tokenizer))
 
     def read(path: Path, limit: int | None = None) -> list[Pair]:
@@ -105,7 +107,7 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
 
 
 def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokenizer: Any, data: SftDataConfig) -> None:
-    rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **data.chat_template_kwargs)
+    rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data)
     targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"] if pairs else []
     for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
         length = len(before) + len(after) + 1

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from refusals import refused
+from talkers import CHATML, chat_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dapo_runner.config import ArithmeticConfig, ColumnsConfig, Config, ConfigError, EnvironmentConfig
@@ -34,8 +35,10 @@ from dapo_runner.data.dataset import (
     tokenize,
 )
 from dapo_runner.data.reading import Problem, missing_data, read_problems
+from dapo_runner.environments.environment import Message
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
+from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.tiny_model import make_tokenizer
 
 ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
@@ -76,7 +79,7 @@ def load(path: Path | str, rows: list[dict[str, Any]] | None = None, **settings:
 def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"d{suffix}"
     dapo = load(path, [dapo_row(" What? ", "34"), dapo_row("How?", "-1")], template="plain").train
-    assert [(p.text, p.answer, p.source) for p in dapo] == [("What?", "34", "made-up"), ("How?", "-1", "made-up")]
+    assert [(p.text, p.answer, p.source) for p in dapo] == [(" What? ", "34", "made-up"), ("How?", "-1", "made-up")]
     assert dapo[1].token_ids == (0, *map(ord, "How?"))
     gsm8k = load(path, [gsm8k_row("How many?", "1,234"), gsm8k_row("And?", "-5")], template="plain").train
     assert [(p.text, p.answer) for p in gsm8k] == [("How many?", "1234"), ("And?", "-5")]
@@ -89,7 +92,7 @@ def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) 
 @pytest.mark.parametrize(
     ("row", "context", "question", "answer"),
     [
-        ({"q": " Hi ", "a": 5}, SYSTEM, "Hi", "5"),
+        ({"q": " Hi ", "a": 5}, SYSTEM, " Hi ", "5"),
         ({"q": turns("user: Hi"), "a": 0.5}, SYSTEM, "Hi", "0.5"),
         ({"q": "Hi", "a": 6.0}, SYSTEM, "Hi", "6"),  # pandas makes floats of a column with a missing value
         ({"q": "Hi", "a": [7.0]}, SYSTEM, "Hi", "7"),
@@ -352,7 +355,31 @@ def test_templates(tmp_path: Path) -> None:
     assert wrapped.startswith(RECIPE_OPENING)
     assert r"Find \frac{a}{b}." in wrapped
     assert apply_template("dapo", wrapped) == wrapped
-    assert apply_template("{question}={x}", "1+1") == "1+1={x}"
+    assert apply_template("dapo", f"\n{wrapped}") == f"\n{wrapped}"
+    assert apply_template("{question}={x}", " 1+1\n") == "1+1={x}"
+    assert apply_template("plain", "  if x:\n    y: ") == "  if x:\n    y: "
+
+
+def test_a_chat_template_has_arguments_of_its_own(tmp_path: Path) -> None:
+    thoughts = "{% if enable_thinking is false %}no thoughts{% endif %}"  # also before the turns so far
+    said = CHATML.replace(
+        "{{ m['content']", f"{{% if m['role'] == 'assistant' %}}{thoughts}{{% endif %}}{{{{ m['content']"
+    )
+    tokenizer, data = (
+        chat_tokenizer(said.removesuffix("{% endif %}") + thoughts + "{% endif %}"),
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    config = config_of(tmp_path / "d.jsonl", [dapo_row("1", "1")], template="plain", **data)
+    (prompt,) = load_data(config, tokenizer).train
+    opening = "<|im_end|>\n<|im_start|>assistant\nno thoughts"
+    assert prompt.text == f"<|im_start|>user\n1{opening}"
+    config = config.model_copy(update={"env": EnvironmentConfig(kind="talkers:Talker")})
+    (prompt,) = load_data(config, tokenizer).train
+    template = EpisodeRunner(config, tokenizer).template
+    assert (
+        prompt.text + tokenizer.decode(template.open_episode(prompt.messages, "+")) == f"<|im_start|>user\n1+{opening}"
+    )
+    assert tokenizer.decode(template.reply([Message("user", "2")], 0)).endswith(f"user\n2{opening}")
 
 
 @pytest.mark.parametrize(("added", "begin"), [("$A <eos>", ""), ("<pad> $A <eos>", "<pad>"), ("<pad> $A", "<pad>")])

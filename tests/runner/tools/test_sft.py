@@ -96,6 +96,13 @@ def test_half_of_a_surrogate_pair_is_refused_with_its_row(model_folder: Path, tm
         load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), make_tokenizer())
 
 
+def test_a_tokenizer_without_an_end_is_refused(model_folder: Path, sums: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with refused("model.path", parts=[str(model_folder)]):
+        load_examples(parse(recipe_of(model_folder, sums), SftConfig), tokenizer)
+
+
 def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> None:
     rows = [*SUMS[:20], SUMS[3], {"prompt": "1" * 40, "completion": "2"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
