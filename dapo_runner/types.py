@@ -9,7 +9,7 @@ S sequences of a batch. All tensors are on the CPU; what a pass reads is copied 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -379,7 +379,3 @@ class PackedBatch:
         """Return the tensors that are not None, by field name."""
         fields = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         return {name: tensor for name, tensor in fields if tensor is not None}
-
-    def without_experts(self) -> PackedBatch:
-        """Return the same batch without routing replay."""
-        return replace(self, experts=None)

@@ -183,7 +183,7 @@ class Learner:
         if self.reference is not None:
             return self._token_stats(self.reference, batch).logprobs
         with adapters_off(self.policy.model):
-            return self._token_stats(self.policy, batch.without_experts()).logprobs
+            return self._token_stats(self.policy, replace(batch, experts=None)).logprobs
 
     @torch.no_grad()
     def _token_stats(self, policy: Policy, batch: PackedBatch, *, entropy: bool = False) -> TokenStats:
@@ -294,7 +294,7 @@ class Learner:
 
 def _score(batch: PackedBatch, found: TokenStats | Output) -> ScoredBatch:
     assert found.entropy is not None
-    return ScoredBatch(batch.without_experts(), found.logprobs, found.entropy).to("cpu")
+    return ScoredBatch(replace(batch, experts=None), found.logprobs, found.entropy).to("cpu")
 
 
 def _check_finite(metrics: dict[str, float], mini: MiniBatch, step: int) -> None:

@@ -50,7 +50,8 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Raises ConfigError."""
     data, report = config.data, DataReport()
     is_game = config.env is not None and config.env.kind is not None
-    train, sets = load_problems(data, report, is_game)
+    generate = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else None
+    train, sets = generate(data, report) if generate else _read(data, report, is_game)
     arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
@@ -82,13 +83,6 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
 
 
 Problems = tuple[list[Problem], dict[str, list[Problem]]]  # training problems, and evaluation sets by name
-
-
-def load_problems(data: DataConfig, report: DataReport, is_game: bool) -> Problems:
-    """Read or generate what prompts are made of, and count rows in ``report``. Raises ConfigError."""
-    if data.reasoning_gym or data.format == "arithmetic":
-        return (_generate_gym if data.reasoning_gym else _generate_arithmetic)(data, report)
-    return _read(data, report, is_game)
 
 
 def _generate_arithmetic(data: DataConfig, report: DataReport) -> Problems:
