@@ -33,6 +33,8 @@ def import_function(key: str, use: str, *arguments: str) -> Callable[..., Any]:
     try:
         if arguments:
             inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError) as error:
+    except ValueError:  # a function in C, whose signature is not known
+        pass
+    except TypeError as error:
         raise ConfigError(f"{key}: expected a function of ({', '.join(arguments)}), got {use} ({error})") from error
     return function

@@ -45,15 +45,15 @@ def _triton_missing() -> str | None:
     return "torch finds no CUDA device here; TRITON_INTERPRET=1, set before the start, runs it on the CPU for tests"
 
 
-def cpu_build() -> tuple[str, bool] | None:
-    """Return the instruction set of the C++ kernels and whether they use several threads; None if not built.
-
-    Raises RuntimeError if this processor does not run the instruction set of ``DAPO_KERNELS_ISA``.
-    """
+def cpu_build() -> str | None:
+    """Return the instruction set of the C++ kernels and their use of threads, or why they cannot run; None if not built."""
     if _extension_missing():
         return None
     module: Any = importlib.import_module("dapo_kernels._C")
-    return module.isa(), module.openmp
+    try:
+        return f"built for {module.isa()}, {'on several threads' if module.openmp else 'without OpenMP: on one thread'}"
+    except RuntimeError as error:  # DAPO_KERNELS_ISA names an instruction set that this processor lacks
+        return str(error)
 
 
 def cuda_build() -> tuple[list[str], str] | None:

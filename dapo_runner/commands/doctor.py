@@ -62,8 +62,7 @@ def examine() -> list[Finding]:
     amx = ", AMX announced but broken (disabled in oneDNN)" if disable_broken_amx() else ""
     vectors = f"widest vectors {torch.backends.cpu.get_cpu_capability()}{amx}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has none
-    cpu, cuda = cpu_build(), cuda_build()
-    threads = "on several threads" if cpu and cpu[1] else "on one thread: built without OpenMP"
+    cuda = cuda_build()
     backends = available_backends().items()
     return [
         Finding("python", platform.python_version()),
@@ -71,7 +70,7 @@ def examine() -> list[Finding]:
         Finding("torch", torch.__version__),
         _cuda(),
         *(Finding(f"backend {name}", f"can{'not' * bool(problem)} run", problem or "") for name, problem in backends),
-        Finding("C++ kernels", f"built for {cpu[0]}, {threads}" if cpu else "not built"),
+        Finding("C++ kernels", cpu_build() or "not built"),
         Finding("CUDA kernels", f"built for {', '.join(cuda[0])}, CUDA {cuda[1]}" if cuda else "not built (optional)"),
         *(_chosen_backends(kind) for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))),
         *(_package(wanted, "missing", f"{RUNNER_EXTRA}  ({purpose})") for wanted, purpose in RUNNER),

@@ -77,6 +77,11 @@ class PromptsConfig(SourceConfig):
     chat_template_kwargs: dict[str, Plain] = {}  # arguments of the chat template, e.g. {enable_thinking: false}
     eval_size: NonNegativeInt = 256  # problems held out from the training set; ignored if data.eval is set
 
+    def checks(self) -> Iterator[Check]:
+        reserved = {"add_generation_prompt", "chat", "tokenize", "tokenizer", "tools", "turns", "until"}
+        found = sorted(reserved & self.chat_template_kwargs.keys())
+        yield "chat_template_kwargs", not found, f"names other than {', '.join(found)}, which the trainer sets"
+
 
 class DataConfig(PromptsConfig, ProblemsConfig):
     requires = {
@@ -101,6 +106,7 @@ class DataConfig(PromptsConfig, ProblemsConfig):
         return self.template or (GYM_TEMPLATE if self.reasoning_gym else default)
 
     def checks(self) -> Iterator[Check]:
+        yield from super().checks()
         has_data = self.path is not None or self.format == "arithmetic" or bool(self.reasoning_gym)
         yield "path", has_data, "a .jsonl, .json, .csv or .parquet file or a data set"
         fits = self.prompt_template in ("dapo", "plain") or "{question}" in self.prompt_template

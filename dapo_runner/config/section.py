@@ -135,6 +135,9 @@ def read_key(root: Section, key: str) -> Any:
     return value
 
 
+_USER = re.compile(r"(\w+://|(?=[^\s/@]*:))[^\s/]*@")  # before a host, perhaps with a password
+
+
 def spell(value: Any) -> str:
     """Return a value as YAML writes it, but of an address no user and password."""
     if isinstance(value, Section) or (isinstance(value, Mapping) and value):
@@ -144,7 +147,7 @@ def spell(value: Any) -> str:
         return f"{len(value)} sections" if has_sections else f"[{', '.join(map(spell, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else re.sub(r"(\w+://|(?=\S*:))\S*@", r"\1***@", str(value))
+    return f"{value:g}" if isinstance(value, float) else _USER.sub(r"\1***@", str(value))
 
 
 def as_mappings(raw: Any) -> Any:

@@ -169,8 +169,8 @@ def tokenize(
     # A chat template contains its special tokens; adding them again would double the first one.
     blocks = (texts[start : start + BLOCK] for start in range(0, len(texts), BLOCK))  # encodings are large
     encoded = (ids for block in blocks for ids in tokenizer(block, add_special_tokens=not chat)["input_ids"])
-    end = None if chat else [tokenizer.eos_token_id]  # some tokenizers append it; a prompt goes on
-    encoded = (ids[:-1] if ids[1:][-1:] == end else ids for ids in encoded)
+    appends = not chat and ends_with_eos(tokenizer)  # a prompt goes on
+    encoded = (ids[:-1] if appends else ids for ids in encoded)
     known: dict[int, int] = {}  # each id is one object: a token takes 8 bytes instead of 36
     return [(text, tuple(map(known.setdefault, ids, ids))) for text, ids in zip(texts, encoded, strict=True)]
 
@@ -185,6 +185,11 @@ def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: 
     messages[-1]["content"] += until
     text = str(tokenizer.apply_chat_template(messages, **{"tokenize": False, "add_generation_prompt": True, **kwargs}))
     return text.partition(until)[0] if until else text
+
+
+def ends_with_eos(tokenizer: Any) -> bool:
+    """Return whether a tokenizer appends its EOS token to every text."""
+    return bool(tokenizer("a")["input_ids"][1:][-1:] == [tokenizer.eos_token_id])
 
 
 def apply_template(template: str, question: str) -> str:

@@ -182,12 +182,6 @@ def load_model(
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **options, **trust)
-        if model.can_generate():  # transformers saves no model with an invalid generation config
-            try:
-                model.generation_config.validate(strict=True)
-            except ValueError:  # often a temperature without do_sample
-                model.generation_config.do_sample = True
-                model.generation_config.validate(strict=True)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # two passes over one policy must agree, also in train mode (for checkpointing)
@@ -276,6 +270,13 @@ def _build(
 ) -> Any:
     """Load a model, add adapters and a value head, and set which weights train."""
     model = load_model(path, config, device, register_packed_attention(), dtype)
+    if role != "reference" and model.can_generate():  # transformers saves none with an invalid generation config
+        with loading("model.path", "a model", path):
+            try:
+                model.generation_config.validate(strict=True)
+            except ValueError:  # often a temperature without do_sample
+                model.generation_config.do_sample = True
+                model.generation_config.validate(strict=True)
     if config.lora is not None:
         add_adapters(model, config.lora, seed)
     if role == "critic":

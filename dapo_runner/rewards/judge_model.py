@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from dapo_runner.config import ConfigError, JudgeConfig, ModelConfig
-from dapo_runner.data.dataset import render
+from dapo_runner.data.dataset import ends_with_eos, render
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 
 Conversation = Sequence[dict[str, str]]
@@ -91,7 +91,7 @@ class JudgeModel:
             roles = " and ".join(message["role"] for message in conversation)
             raise ConfigError(f"reward.judge: requires a chat template of {roles}, got: {error}") from error
         ids = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
-        return ids[:-1] if not chat and ids[-1] == self.tokenizer.eos_token_id else ids
+        return ids[:-1] if not chat and ends_with_eos(self.tokenizer) else ids
 
     def _next(self, rows: Sequence[list[int]]) -> Tensor:
         """Return the log-probs of the next token of each row, float32 [rows, V]."""

@@ -56,7 +56,7 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
     earlier, _, paragraph = before.rpartition("\n\n")
     result, last = verdict("none"), set[str]()
     # math_verify may take several boxes together, as a set. Those of the last paragraph may correct earlier ones. All
-    # must include those of the last paragraph, or a response would have two guesses.
+    # must include those of the last paragraph, so that no earlier box alone is a second guess.
     for part in (paragraph + box + after, tail) if r"\boxed" in earlier else (tail,):
         found = [] if result["correct"] else read(part, LatexExtractionConfig(), ExprExtractionConfig())
         sets = found[0].atoms(FiniteSet) if found and not isinstance(found[0], str) else ()

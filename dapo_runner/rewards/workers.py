@@ -274,7 +274,7 @@ def _tests_something(code: str) -> bool:
     """Return whether code asserts, calls or raises something outside functions, classes and `if __name__` blocks."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     nodes = [node for node in ast.parse(code).body if not isinstance(node, definitions)]
-    run = [node for node in nodes if not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))]
+    run = [node for node in nodes if not ast.unparse(node).startswith("if __name__ ==")]
     return any(isinstance(part, ast.Assert | ast.Call | ast.Raise) for node in run for part in ast.walk(node))
 
 

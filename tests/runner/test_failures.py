@@ -315,7 +315,7 @@ def test_a_start_that_fails_releases_the_servers(tmp_path: Path, model_folder: P
     assert all(server.seen("/dapo/release") == 1 for server in servers)
 
 
-def test_only_sigterm_gives_up_a_step_and_only_where_it_may() -> None:
+def test_only_sigterm_abandons_a_step_and_only_where_it_may() -> None:
     for number, grace in ((SIGINT, 1e-9), (SIGTERM, 1e6)):
         with StopRequest(grace=grace) as stop:
             stop.expect_step(1000.0)

@@ -69,10 +69,10 @@ def test_lines_round_trip_and_an_incomplete_one_is_dropped(tmp_path: Path, monke
 
 def test_a_replaced_file_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a power cut may leave an empty file."""
-    synced = list[int]()
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
-    atomic_write(tmp_path / "config.yaml", "text")
-    assert synced == [4]
+    synced, path = list[tuple[int, bool]](), tmp_path / "config.yaml"
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_size, path.exists())))
+    atomic_write(path, "text")
+    assert synced == [(4, False)]
 
 
 def test_a_lock_is_exclusive_until_it_is_closed(tmp_path: Path) -> None:

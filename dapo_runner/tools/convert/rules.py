@@ -103,9 +103,11 @@ def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str,
     letters = _letters(reply.quantity)
     if reply.question.split() == problem.split():
         raise RejectedError("the problem is not rewritten")
-    stated, given = {(x, int(n)) for x, n in _VALUE.findall(reply.question)}, _formula(answer)
-    repeats = re.search(r"\d", given) and reply.question.count(given) > problem.count(given)
-    if repeats or stated & reply.values.items():
+    stated, known = ({(x, int(n)) for x, n in _VALUE.findall(text)} for text in (reply.question, problem))
+    given = rf"(?<![\d.]){re.escape(_formula(answer))}(?!\d|\.\d)"
+    before, after = (len(re.findall(given, text)) for text in (problem, reply.question))
+    repeats = after > before and re.search(r"\d", _formula(answer))
+    if repeats or (stated - known) & reply.values.items():
         raise RejectedError("the rewritten problem gives the answer away")
     if not letters or not letters <= reply.values.keys() or not _letters(reply.form) & letters:
         raise RejectedError("the letters of form, values and quantity are not the same")

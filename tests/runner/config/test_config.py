@@ -285,6 +285,7 @@ REFUSED = [
     (f"{GAE} reward.kl.coef=0.1 loss.old_logprobs=rollout", "reward.kl", "loss.old_logprobs"),
     ("reward.kind=judge", "reward.judge", "null"),
     ("reward.judge.model=m", "reward.judge", "a section"),
+    ("data.chat_template_kwargs={tokenize: true}", "data.chat_template_kwargs", "tokenize"),
     ("reward={kind: judge, judge: {model: m, options: {top_k: 1}}}", "reward.judge.options", "reward.judge.url"),
     ("reward={kind: judge, judge: {model: m, url: x}}", "reward.judge.url", "x"),
     ("reward={kind: judge, judge: {model: m, url: 'http://me:s3cret@a/v1'}}", "reward.judge.url", "http://***@a/v1"),

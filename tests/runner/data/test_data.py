@@ -362,13 +362,10 @@ def test_templates(tmp_path: Path) -> None:
 
 def test_a_chat_template_has_arguments_of_its_own(tmp_path: Path) -> None:
     thoughts = "{% if enable_thinking is false %}no thoughts{% endif %}"  # also before the turns so far
-    said = CHATML.replace(
-        "{{ m['content']", f"{{% if m['role'] == 'assistant' %}}{thoughts}{{% endif %}}{{{{ m['content']"
-    )
-    tokenizer, data = (
-        chat_tokenizer(said.removesuffix("{% endif %}") + thoughts + "{% endif %}"),
-        {"chat_template_kwargs": {"enable_thinking": False}},
-    )
+    before = f"{{% if m['role'] == 'assistant' %}}{thoughts}{{% endif %}}"
+    said = CHATML.replace("{{ m['content']", before + "{{ m['content']")
+    tokenizer = chat_tokenizer(said.removesuffix("{% endif %}") + thoughts + "{% endif %}")
+    data = {"chat_template_kwargs": {"enable_thinking": False}}
     config = config_of(tmp_path / "d.jsonl", [dapo_row("1", "1")], template="plain", **data)
     (prompt,) = load_data(config, tokenizer).train
     opening = "<|im_end|>\n<|im_start|>assistant\nno thoughts"
@@ -376,9 +373,8 @@ def test_a_chat_template_has_arguments_of_its_own(tmp_path: Path) -> None:
     config = config.model_copy(update={"env": EnvironmentConfig(kind="talkers:Talker")})
     (prompt,) = load_data(config, tokenizer).train
     template = EpisodeRunner(config, tokenizer).template
-    assert (
-        prompt.text + tokenizer.decode(template.open_episode(prompt.messages, "+")) == f"<|im_start|>user\n1+{opening}"
-    )
+    opened = tokenizer.decode(template.open_episode(prompt.messages, "+"))
+    assert prompt.text + opened == f"<|im_start|>user\n1+{opening}"
     assert tokenizer.decode(template.reply([Message("user", "2")], 0)).endswith(f"user\n2{opening}")
 
 
@@ -390,6 +386,12 @@ def test_a_prompt_does_not_end_the_text(added: str, begin: str, tmp_path: Path) 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(added, special_tokens=special)
     (prompt,) = load_data(config_of(tmp_path / "d.jsonl", [dapo_row("3+3=", "6")], template="plain"), tokenizer).train
     assert tokenizer.decode(prompt.token_ids) == f"{begin}3+3="
+
+
+def test_an_end_of_the_text_in_a_row_stays(tmp_path: Path) -> None:
+    rows = [dapo_row("3+3=<eos>", "6")]
+    (prompt,) = load_data(config_of(tmp_path / "d.jsonl", rows, template="plain"), make_tokenizer()).train
+    assert make_tokenizer().decode(prompt.token_ids) == "3+3=<eos>"
 
 
 class StrictTokenizer(CharTokenizer):
@@ -425,7 +427,7 @@ def test_long_data_is_tokenized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     texts = ["等等", "a", "", "等", "b"]
     found = tokenize([[("user", text)] for text in texts], Counting(), make_config().data)
     assert found == [(text, (0, *map(ord, text))) for text in texts]
-    assert sizes == [2, 2, 1]
+    assert sizes[1:] == [2, 2, 1]  # after the question whether it appends its EOS token
     assert len({id(token) for _, ids in found for token in ids if token == ord("等")}) == 1
     assert tokenize([], Counting(), make_config().data) == []
 

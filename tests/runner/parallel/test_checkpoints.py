@@ -23,11 +23,11 @@ from dapo_runner.checkpoint import (
     BackgroundSaves,
     Checkpoint,
     CheckpointError,
-    checkpoint_to_resume,
     load_checkpoint,
     save_checkpoint,
     take_snapshot,
 )
+from dapo_runner.checkpoint.files import checkpoint_to_resume
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.rollout.group_buffer import GroupBuffer
