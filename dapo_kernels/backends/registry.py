@@ -46,7 +46,7 @@ def _triton_missing() -> str | None:
 
 
 def cpu_build() -> str | None:
-    """Return the instruction set of the C++ kernels and their use of threads, or why they cannot run; None if not built."""
+    """Return instruction set and threads of the C++ kernels, or why they cannot run; None if not built."""
     if _extension_missing():
         return None
     module: Any = importlib.import_module("dapo_kernels._C")
