@@ -150,9 +150,8 @@ def runner(state: State, seconds: float) -> bool:
     """Measure the trainer alone, and a run."""
     if absent := missing_for_runner():
         raise LeftOutError(f"{', '.join(absent)} not installed")
-    names = (*trainer.ROWS, "run")
-    commands = {f"gpu-5-{name}.txt": [sys.executable, "-m", "benchmarks.trainer", name] for name in names}
-    return state.run_logged(commands, seconds)
+    command = [sys.executable, "-m", "benchmarks.trainer"]
+    return state.run_logged({f"gpu-5-{name}.txt": [*command, name] for name in (*trainer.ROWS, "run")}, seconds)
 
 
 def sanitizer(state: State, seconds: float) -> bool:

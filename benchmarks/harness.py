@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.configs import OURS, Config
 from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.machine import ROOT
 from benchmarks.meters import CpuMeter, CudaMeter
 from benchmarks.peers import PEERS
 from benchmarks.problem import Problem, build
@@ -171,8 +172,8 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _failure(error: Exception) -> Row:
     traceback.print_exc()
-    status = "skipped" if _lacks_memory(error) else "failed"
-    return {"status": status, "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    text = str(error).partition("\n")[0].replace(f"{ROOT}/", "")
+    return {"status": "skipped" if _lacks_memory(error) else "failed", "reason": f"{type(error).__name__}: {text}"}
 
 
 def check(contestant: Contestant, result: Result, truth: Truth) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -25,6 +26,11 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """A run cannot continue. Subclasses state the reason. The same command resumes from the last checkpoint."""
+
+
+def hide_users(text: str) -> str:
+    """Return a text with `***` in place of users and passwords in addresses."""
+    return re.sub(r"(\w+://)\S*@|(?=[^\s/@]*:)[^\s/]*@", r"\1***@", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

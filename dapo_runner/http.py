@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from dapo_runner.errors import ConfigError, RunError
+from dapo_runner.errors import ConfigError, RunError, hide_users
 
 T = TypeVar("T")
 CONNECT_WITHIN = 10.0  # seconds to establish a connection
@@ -161,6 +160,5 @@ def read_key(url: str, key_env: str | None) -> str:
 def shorten(text: str, key: str = "") -> str:
     """Return the text of a server as one printable line, without the key and passwords in addresses."""
     text = " ".join((text.replace(key, "***") if key else text).split())
-    text = re.sub(r"//[^/\s]*@", "//***@", text)  # user and password of a proxy
-    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in hide_users(text))
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from dapo_runner.errors import ConfigError
+from dapo_runner.errors import ConfigError, hide_users
 
 T = TypeVar("T")
 
@@ -135,9 +134,6 @@ def read_key(root: Section, key: str) -> Any:
     return value
 
 
-_USER = re.compile(r"(\w+://|(?=[^\s/@]*:))[^\s/]*@")  # before a host, perhaps with a password
-
-
 def spell(value: Any) -> str:
     """Return a value as YAML writes it, but of an address no user and password."""
     if isinstance(value, Section) or (isinstance(value, Mapping) and value):
@@ -147,7 +143,7 @@ def spell(value: Any) -> str:
         return f"{len(value)} sections" if has_sections else f"[{', '.join(map(spell, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else _USER.sub(r"\1***@", str(value))
+    return f"{value:g}" if isinstance(value, float) else hide_users(str(value))
 
 
 def as_mappings(raw: Any) -> Any:

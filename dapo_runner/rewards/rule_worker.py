@@ -28,6 +28,7 @@ START = r"(?<![\w.^}])(?<!(?:frac|sqrt) )(?:(?<![(\[,!])(?<!\\\{)|(?=\d+\\))[1-9
 GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)")
 FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
+load_code = lru_cache(runpy.run_path)
 SCORE_SECONDS = 3600  # of CPU time; the deadline of a request is much shorter
 # What an evaluated answer may name, beside single letters. sympy imports itself.
 NAMES = "sympy Integer Float Rational Symbol Function pi sqrt exp log sin cos tan asin acos atan sinh cosh tanh"
@@ -144,7 +145,7 @@ def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
 
 def run_confined(function: Callable[[], float]) -> float:
     """Return the result of ``function``, called in a confined child process. Raises ValueError if it fails."""
-    confinement = runpy.run_path(str(Path(__file__).with_name("code_worker.py")))
+    confinement = load_code(str(Path(__file__).with_name("code_worker.py")))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -449,6 +449,7 @@ def test_only_users_and_passwords_are_masked() -> None:
     for text, spelled in (
         ("http://me:s3cret@a/v1", "http://***@a/v1"),
         ("http://token@a", "http://***@a"),
+        ("http://me:s/3c@ret@a", "http://***@a"),
         ("me:s3cret@a:80", "***@a:80"),
         ("runs/tiny@210", "runs/tiny@210"),
         ("avg@32", "avg@32"),
