@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from benchmarks.truth import Result, Truth, exceeded, find_truth
 from benchmarks.tuning import TUNED
 from dapo_kernels.memory import release_workspace
 
-EVERYONE = (*CONTESTANTS, *TUNED, *PEERS)
+EVERYONE = sorted((*CONTESTANTS, *TUNED, *PEERS), key=lambda each: each.kind == "compile")  # which takes long, last
 
 Row = dict[str, Any]
 
@@ -37,24 +37,17 @@ def contestants_of(config: Config) -> list[Contestant]:
     return [c for c in EVERYONE if c.kind in config.kinds and c.can_do(config)]
 
 
-def measure(config: Config, threads: int, contestants: list[Contestant] | None = None) -> dict[str, Any]:
-    """Measure one configuration and return a JSON-able record. Call it in a process in which nothing ran yet."""
+def measure(config: Config, threads: int, contestants: list[Contestant] | None = None) -> Iterator[dict[str, Any]]:
+    """Measure one configuration and yield a JSON-able record after each contestant; the last one is "whole".
+
+    Call it in a process in which nothing ran yet.
+    """
     started = time.time()
     torch.set_num_threads(1)
     on_cpu = config.device == "cpu"
     everyone = contestants_of(config) if contestants is None else contestants
     rows = [_row(contestant) for contestant in everyone]
-    try:
-        field = list(zip(everyone, rows, strict=True))
-        _measure_each(field, config, threads, in_child if on_cpu else lambda work: work())
-    except RuntimeError as error:
-        if not _lacks_memory(error):
-            raise
-        failure = _failure(error)
-        for row in rows:
-            row |= failure
-    divide_by_ours(rows)
-    return {
+    record = {
         "config": config.name,
         "workload": config.workload,
         "allocator": config.allocator if on_cpu else None,
@@ -62,8 +55,20 @@ def measure(config: Config, threads: int, contestants: list[Contestant] | None =
         "threads": threads,
         "denominators": [row["name"] for row in rows if row["kind"] == "denominator"],
         "rows": rows,
-        "wall_s": round(time.time() - started, 1),
+        "whole": False,
     }
+    try:
+        field = list(zip(everyone, rows, strict=True))
+        for _ in _measure_each(field, config, threads, in_child if on_cpu else lambda work: work()):
+            divide_by_ours(rows)
+            yield record | {"wall_s": round(time.time() - started, 1)}
+    except RuntimeError as error:
+        if not _lacks_memory(error):
+            raise
+        failure = _failure(error)
+        for row in rows:
+            row |= failure
+    yield record | {"whole": True, "wall_s": round(time.time() - started, 1)}
 
 
 def _row(contestant: Contestant) -> Row:
@@ -73,16 +78,16 @@ def _row(contestant: Contestant) -> Row:
         "kind": contestant.kind,
         "setting": contestant.setting,
         "destroys_logits": contestant.destroys_logits,
-        "status": "absent" if reason else "ok",
-        "reason": reason,
+        "status": "absent" if reason else "not reached",
+        "reason": reason or "stopped before",
     }
 
 
 def _measure_each(
     field: list[tuple[Contestant, Row]], config: Config, threads: int, isolate: Callable[[Callable[[], Row]], Row]
-) -> None:
-    """Fill the rows of contestants; those of the denominators from the rounds of all."""
-    field = [(contestant, row) for contestant, row in field if row["status"] == "ok"]
+) -> Iterator[None]:
+    """Fill the rows of contestants and pause after each; those of denominators are from the rounds of all so far."""
+    field = [(contestant, row) for contestant, row in field if row["status"] != "absent"]
     # Before the forks: or every child would import it all again. Without forks, a failed import costs one row.
     for module in sorted({module for contestant, _ in field for module in contestant.modules if isolate is in_child}):
         importlib.import_module(module)
@@ -92,14 +97,17 @@ def _measure_each(
     denominators = {contestant: row for contestant, row in field if contestant.kind == "denominator"}
     pooled: dict[str, list[float]] = {contestant.name: [] for contestant in denominators}
     for contestant, row in field:
-        if contestant not in denominators:
-            row |= isolate(functools.partial(alone, contestant, list(denominators), problem, truth, threads, meter))
-            meter.release()
-            for name, ms in row.pop("beside_ms", {}).items():
-                pooled[name] += ms
-    for row in denominators.values():
-        if pooled[row["name"]]:
-            row |= summary(pooled[row["name"]])
+        if contestant in denominators:
+            continue
+        work = functools.partial(alone, contestant, list(denominators), problem, truth, threads, meter)
+        row |= {"status": "ok", "reason": None} | isolate(work)
+        meter.release()
+        for name, ms in row.pop("beside_ms", {}).items():
+            pooled[name] += ms
+        for beside in denominators.values():
+            if pooled[beside["name"]]:
+                beside |= {"status": "ok", "reason": None} | summary(pooled[beside["name"]])
+        yield
     del problem, truth
     meter.release()
 

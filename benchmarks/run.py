@@ -2,7 +2,7 @@
 
 The configurations run in processes of their own, so that one that dies leaves the others' figures. One process measures
 one configuration after another as long as they need the same environment; after it dies a new one goes on with the
-next. The files of results are rewritten after each configuration. ``harness.py`` says how a figure is measured.
+next. The files of results are rewritten after each contestant. ``harness.py`` says how a figure is measured.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def needs_gpu(chosen: Sequence[Config]) -> bool:
 
 
 def run_suite(suite: str, chosen: Sequence[Config], base: Path, seconds: float = float("inf")) -> dict[str, Any]:
-    """Measure configurations and write ``base``.json and ``base``.md after each.
+    """Measure configurations and write ``base``.json and ``base``.md after each contestant.
 
     Figures of these sources that ``base``.json has are kept, and the rest is measured; what was stopped comes last.
     """
@@ -73,12 +73,16 @@ def run_suite(suite: str, chosen: Sequence[Config], base: Path, seconds: float =
     before = results["wall_s"]
     for record in measured(suite, left, seconds):
         record["tries"] += tries[record["config"]]
+        if not record["whole"]:  # the rows of an earlier try stay if they are more
+            old = records.get(record["config"], record)
+            record = {**old, **record, "rows": max(record["rows"], old["rows"], key=_reached)}
         records[record["config"]] = record
         results["records"] = [records[config.name] for config in chosen if config.name in records]
         results |= {"suite": suite, "threads": THREADS, "machine": here}
         results["wall_s"] = round(before + time.monotonic() - began, 1)
         report.write(results, base)
-        print(f"\n{record['config']}\n\n{report.table(record)}", flush=True)
+        if record["whole"] or "not_run" in record or "error" in record:
+            print(f"\n{record['config']}\n\n{report.table(record)}", flush=True)
     return results
 
 
@@ -89,11 +93,15 @@ def is_finished(results: dict[str, Any], chosen: Sequence[Config]) -> bool:
 
 
 def _is_done(record: Record | None) -> bool:
-    return record is not None and bool(record["rows"] or record["tries"] >= _TRIES)
+    return record is not None and (record["whole"] or record["tries"] >= _TRIES)
+
+
+def _reached(rows: Sequence[Record]) -> int:
+    return sum(row["status"] != "not reached" for row in rows)
 
 
 def measured(suite: str, chosen: Sequence[Config], seconds: float) -> Iterator[Record]:
-    """Yield the record of each configuration as soon as it exists.
+    """Yield the record of each configuration after each contestant.
 
     What is under way when the seconds are over is stopped; it and the rest have a "not_run" reason in place of figures.
     """
@@ -101,11 +109,13 @@ def measured(suite: str, chosen: Sequence[Config], seconds: float) -> Iterator[R
     while left and time.monotonic() < deadline:
         served = list(itertools.takewhile(lambda config: _kind(config) == _kind(left[0]), left))
         for record in _in_worker(_command(suite, served), served, deadline - time.monotonic()):
-            left.pop(0)
+            if record["whole"] or "error" in record:
+                left.pop(0)
             yield {**record, "tries": 1}
         tries = 1
     for config in left:  # the first was under way
-        yield {"config": config.name, "rows": [], "not_run": f"the {seconds:.0f} s were over", "tries": tries}
+        why = f"the {seconds:.0f} s were over"
+        yield {"config": config.name, "rows": [], "whole": False, "not_run": why, "tries": tries}
         tries = 0
 
 
@@ -123,14 +133,15 @@ def _in_worker(command: list[str], chosen: Sequence[Config], seconds: float) -> 
         assert worker.stdout is not None
         for line in worker.stdout:
             if line.startswith("{"):  # libraries print too
-                names.pop(0)
-                yield json.loads(line)
+                record = json.loads(line)
+                names = names[record["whole"] :]
+                yield record
         code = worker.wait()
         log.seek(0)
         last_words = " | ".join(log.read().splitlines()[-_LAST_LINES:])
     is_overdue = seconds < float("inf") and code in (137, -9)  # of ``timeout``, which may have killed itself too
     if names and not is_overdue:
-        yield {"config": names[0], "rows": [], "error": f"worker ended with {code}: {last_words}"}
+        yield {"config": names[0], "rows": [], "whole": False, "error": f"worker ended with {code}: {last_words}"}
 
 
 def _work(chosen: Sequence[Config]) -> int:
@@ -141,7 +152,8 @@ def _work(chosen: Sequence[Config]) -> int:
         free = machine.bytes_of("/proc/self/status", "VmData") + machine.bytes_of("/proc/meminfo", "MemAvailable")
         resource.setrlimit(resource.RLIMIT_DATA, (int(_MEMORY_SHARE * free), resource.RLIM_INFINITY))
     for config in chosen:
-        print(json.dumps(measure(config, THREADS)), flush=True)
+        for record in measure(config, THREADS):
+            print(json.dumps(record), flush=True)
     return 0
 
 

@@ -37,8 +37,8 @@ def by_name(name: str, config: Config) -> Contestant:
 
 def measure(config: Config, *contestants: Contestant) -> dict[str, dict[str, Any]]:
     """Return the rows by name."""
-    rows = harness.measure(config, 1, list(contestants))["rows"]
-    return {row["name"]: row for row in rows}
+    *_, record = harness.measure(config, 1, list(contestants))
+    return {row["name"]: row for row in record["rows"]}
 
 
 @each_training
@@ -118,6 +118,15 @@ def test_each_takes_turns_with_its_denominator_in_a_process_of_its_own(tmp_path:
 
 def zeros(problem: Problem) -> Run:
     return lambda: Result(loss=torch.ones(()), gradients=(torch.zeros_like(problem.inputs()[0]),))
+
+
+def test_what_is_measured_is_there_before_the_rest() -> None:
+    field = [by_name(name, ONE) for name in ("mul_", "eager", "dapo_kernels")]
+    reached = [
+        [row["name"] for row in record["rows"] if row["status"] == "ok" and "over_ours" in row]
+        for record in harness.measure(ONE, 1, field)
+    ]
+    assert reached == [[], ["mul_", "eager", "dapo_kernels"], ["mul_", "eager", "dapo_kernels"]]
 
 
 def test_what_does_not_fit_or_is_wrong_has_no_figure() -> None:

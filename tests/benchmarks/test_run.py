@@ -27,12 +27,14 @@ for name in sys.argv[1:]:
     print("at " + name, flush=True)
     if name == os.environ.get("DIES"):
         sys.exit("killed by " + name)
-    if name == os.environ.get("HANGS"):
-        time.sleep(600)
     row = {"name": "dapo_kernels", "kind": "ours", "setting": "", "status": "ok", "median_ms": 1.0, "min_ms": 1.0}
     row |= {"max_ms": 1.0, "pid": os.getpid()}
-    record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "rows": [row]}
-    print(json.dumps(record), flush=True)
+    peer = {"name": "peer", "kind": "peer", "setting": "", "status": "not reached", "reason": "stopped before"}
+    record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "fields": {}, "whole": False}
+    print(json.dumps({**record, "rows": [row, peer]}), flush=True)
+    if name == os.environ.get("HANGS"):
+        time.sleep(600)
+    print(json.dumps({**record, "rows": [row], "whole": True}), flush=True)
 """
 SERVED = [replace(QUOTED[1], n_tokens=n) for n in (1, 2, 3, 4)]
 
@@ -46,7 +48,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(chosen: Sequence[Config] = SERVED) -> list[dict[str, Any]]:
-    records = list(run.measured("sweep", chosen, float("inf")))
+    records = [record for record in run.measured("sweep", chosen, float("inf")) if record["whole"] or "error" in record]
     assert [record["config"] for record in records] == [config.name for config in chosen]
     return records
 
@@ -76,7 +78,7 @@ def test_a_suite_that_was_stopped_is_resumed(monkeypatch: pytest.MonkeyPatch, tm
         results = run.run_suite("sweep", SERVED, base, seconds)
         assert results == json.loads(base.with_suffix(".json").read_text())
         finished.append(run.is_finished(results, SERVED))
-        return [record["config"] for record in results["records"] if record["rows"]]
+        return [record["config"] for record in results["records"] if record["whole"]]
 
     names = [config.name for config in SERVED]
     assert call(2.5) == names[:1]
@@ -84,6 +86,9 @@ def test_a_suite_that_was_stopped_is_resumed(monkeypatch: pytest.MonkeyPatch, tm
     assert call(2.5) == [names[0], names[2], names[3]]  # what hung comes last
     assert call(5.0) == [names[0], names[2], names[3]]  # and is not tried a third time
     assert finished == [False, True, True]
+    page = base.with_suffix(".md").read_text()  # with the contestant that was measured before it hung
+    assert page.count("| dapo_kernels |  | 1.00 |") == 4
+    assert "peer, 1 configurations: not reached: stopped before" in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
