@@ -1,4 +1,4 @@
-"""HTTP requests with a total deadline and a limit on the size of the answer.
+"""HTTP requests with a timeout and a limit on the size of the answer.
 
 All requests run on one event loop in its own thread. They go only to the given URL, or to a proxy: a redirect fails,
 because it would forward the key.
@@ -22,7 +22,7 @@ import aiohttp
 from dapo_runner.errors import ConfigError, RunError, hide_users
 
 T = TypeVar("T")
-CONNECT_WITHIN = 10.0  # seconds to establish a connection
+CONNECT_TIMEOUT = 10.0  # seconds to establish a connection
 SHOWN = 300  # characters of an answer that an error message shows
 _STARTING = threading.Lock()
 HEADERS = {"User-Agent": "dapo-runner", "Accept-Encoding": "identity"}
@@ -33,7 +33,7 @@ class HTTPError(RunError):
 
     Attributes:
         status: The HTTP status code, if the server returned an error.
-        waited: The seconds until the deadline, if the request timed out.
+        waited: The timeout in seconds, if the request timed out.
         retry_after: The seconds that the server asks to wait before the next request (Retry-After).
     """
 
@@ -81,7 +81,7 @@ async def request(
     *,
     key: str = "",
     headers: Mapping[str, str] | None = None,
-    within: float | None,
+    timeout: float | None,
     max_bytes: int,
     use_proxy: bool = False,
 ) -> Any:
@@ -89,7 +89,7 @@ async def request(
 
     Args:
         key: Sent as a bearer token, and removed from error messages.
-        within: Deadline of the whole request in seconds.
+        timeout: Limit of the whole request in seconds.
         max_bytes: The maximum size of the answer.
         use_proxy: Whether to use the proxy of the environment.
 
@@ -97,7 +97,7 @@ async def request(
         HTTPError: The status is not 2xx, or the answer is missing, incomplete, too long or not JSON.
     """
     sent = {**HEADERS, **(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
-    timeout = aiohttp.ClientTimeout(total=within, sock_connect=min(within or CONNECT_WITHIN, CONNECT_WITHIN))
+    limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT))
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) if use_proxy and not proxy_bypass(parts.hostname or "") else None
     options: dict[str, Any] = {"headers": sent, "allow_redirects": False, "proxy": proxy}
@@ -105,14 +105,14 @@ async def request(
         options["json"] = body
     try:
         async with (
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout) as session,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=limits) as session,
             session.request(method, url, **options) as response,
         ):
             return await _read_answer(response, key, max_bytes)
     except aiohttp.ConnectionTimeoutError:
-        raise HTTPError(f"{url}: no connection within {timeout.sock_connect:g} s", None, CONNECT_WITHIN) from None
+        raise HTTPError(f"{url}: no connection within {limits.sock_connect:g} s", None, CONNECT_TIMEOUT) from None
     except TimeoutError:
-        raise HTTPError(f"{url}: no answer within {within or 0:g} s", None, within or 0.0) from None
+        raise HTTPError(f"{url}: no answer within {timeout or 0:g} s", None, timeout or 0.0) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise HTTPError(f"{url}: {shorten(f'{type(error).__name__}: {error}', key)}") from None
 

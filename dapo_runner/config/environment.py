@@ -16,7 +16,7 @@ class EnvironmentConfig(Section):
     tools: list[str] = []  # functions that the policy may call, each as module:function
     max_turns: PositiveInt = 8  # turns of the policy in an episode
     max_turn_tokens: PositiveInt | None = None  # limit of a turn; null: what is left of rollout.max_response_tokens
-    timeout_seconds: PositiveFloat = 60.0  # limit of a reset or of the answer to a turn; slower episodes are left out
+    timeout: PositiveFloat = 60.0  # limit of a reset or of the answer to a turn; slower episodes are left out
     max_failed: BelowOne = 0.0  # share of a rank's episodes in a round that may fail
 
     def checks(self) -> Iterator[Check]:

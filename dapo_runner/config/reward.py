@@ -118,7 +118,7 @@ class RewardConfig(Section):
     incorrect: float = -1.0  # reward of an incorrect response
     # seconds for one response (kinds math, json, reasoning_gym; null: 10), for one run of a program (kind code, which
     # runs it once for each input; null: 10), or for one call of a function or a judge's API (null: 300)
-    deadline: MayChange[PositiveFloat | None] = None
+    timeout: MayChange[PositiveFloat | None] = None
     workers: MayChange[PositiveInt] = 2  # kinds math, json, code, reasoning_gym: worker processes
     memory_mb: PositiveInt = 1024  # kind code: memory of one program
     calls: MayChange[CallsConfig] = CallsConfig()
@@ -132,14 +132,14 @@ class RewardConfig(Section):
         return [part.use for part in self.parts] or [self.kind]
 
     @property
-    def rule_deadline(self) -> float:
+    def rule_timeout(self) -> float:
         """Seconds for one response, or one run of a program, in a worker process."""
-        return self.deadline or 10.0
+        return self.timeout or 10.0
 
     @property
-    def call_deadline(self) -> float:
+    def call_timeout(self) -> float:
         """Seconds for one call of a function or a judge's API."""
-        return self.deadline or 300.0
+        return self.timeout or 300.0
 
     def checks(self) -> Iterator[Check]:
         yield "kind", self.kind in RULES or ":" in self.kind, f"one of {', '.join(RULES)} or module:function"

@@ -88,8 +88,8 @@ class ServerConfig(Section):
     transfer: Literal["file", "nccl"] = "file"  # how weights are sent; nccl: from GPU to GPU
     folder: Path | None = None  # for file: a folder that trainer and servers share; null: shared memory of this machine
     tensor: PositiveInt = 1  # GPUs that share the weights of one server
-    answer_within: PositiveFloat = 1800.0  # seconds for the responses to one prompt, and for the batch before it
-    sync_within: PositiveFloat = 600.0  # seconds for a server to load new weights, or to become reachable
+    response_timeout: PositiveFloat = 1800.0  # seconds for the responses to one prompt, and for the batch before it
+    sync_timeout: PositiveFloat = 600.0  # seconds for a server to load new weights, or to become reachable
 
     @field_validator("urls")
     @classmethod
@@ -173,7 +173,7 @@ class RolloutConfig(SamplingConfig):
     @property
     def request_timeout(self) -> float:
         """Seconds for the responses to one prompt of a server, whose requests of earlier rounds go first."""
-        return self.server.answer_within * (1 + self.max_staleness)
+        return self.server.response_timeout * (1 + self.max_staleness)
 
 
 class CurriculumConfig(Section):

@@ -63,16 +63,16 @@ class Server:
             raise ServerError(f"{self}{path}: expected {field!r} of `vllm serve`, got {http.shorten(repr(answer))}")
         return answer[field]
 
-    async def get(self, path: str, within: float | None = None) -> Any:
-        return await self._request("GET", path, None, within)
+    async def get(self, path: str, timeout: float | None = None) -> Any:
+        return await self._request("GET", path, None, timeout)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, within: float | None = None) -> Any:
-        """Return the answer's JSON. ``within``: deadline in seconds, by default `sync_within`. Raises ServerError."""
-        return await self._request("POST", path, body or {}, within)
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """Return the answer's JSON. ``timeout``: in seconds, by default `sync_timeout`. Raises ServerError."""
+        return await self._request("POST", path, body or {}, timeout)
 
-    async def ask(self, body: Mapping[str, Any], within: float | None = None) -> Any:
+    async def ask(self, body: Mapping[str, Any], timeout: float | None = None) -> Any:
         """Return the answer to a prompt. Raises ServerError, after ``drop_requests`` with ``waited`` of ``error``."""
-        request = asyncio.create_task(self.post(GENERATE, body, within))
+        request = asyncio.create_task(self.post(GENERATE, body, timeout))
         self.prompt_requests.add(request)
         try:
             await asyncio.wait([request])
@@ -88,12 +88,12 @@ class Server:
         for request in self.prompt_requests:
             request.cancel()
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, within: float | None) -> Any:
-        key_env, within = self.settings.key_env, within or self.settings.sync_within
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
+        key_env, timeout = self.settings.key_env, timeout or self.settings.sync_timeout
         self.key, headers = self.key or server_key(self.url, key_env), {RUN: self.token}
         try:
             return await http.request(
-                method, self.url + path, body, key=self.key, headers=headers, within=within, max_bytes=MAX_BYTES
+                method, self.url + path, body, key=self.key, headers=headers, timeout=timeout, max_bytes=MAX_BYTES
             )
         except http.HTTPError as error:
             message = str(error)

@@ -135,12 +135,12 @@ class NCCLTransfer(Transfer):
 
         tasks = asyncio.ensure_future(request), asyncio.wrap_future(in_thread(run))
         try:
-            done, waiting = await asyncio.wait(tasks, timeout=self.within, return_when=asyncio.FIRST_EXCEPTION)
+            done, waiting = await asyncio.wait(tasks, timeout=self.timeout, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
             if waiting:
-                late = f"{server}: the NCCL transfer did not finish within {self.within:g} s"
-                raise ServerError(late, waited=self.within)
+                late = f"{server}: the NCCL transfer did not finish within {self.timeout:g} s"
+                raise ServerError(late, waited=self.timeout)
         except BaseException:
             self._leave(server)
             for task in tasks:

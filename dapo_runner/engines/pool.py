@@ -20,7 +20,7 @@ from dapo_runner.engines.transfer import Transfer
 REST = 0.2  # seconds before a failed server is tried again; doubled with each failure in a row
 LONGEST_REST = 10.0
 RENEW = 4.0  # seconds after which a run renews its claims
-HEALTH_WITHIN = 10.0  # for an idle server. One that writes a long answer does not listen meanwhile
+HEALTH_TIMEOUT = 10.0  # for an idle server. One that writes a long answer does not listen meanwhile
 
 
 class Signal:
@@ -39,10 +39,10 @@ class Signal:
         for part in self.parts:
             part.set()
 
-    async def wait_until(self, is_true: Callable[[], Any], within: float | None = None) -> None:
-        """Return when ``is_true()``, or after ``within`` seconds."""
+    async def wait_until(self, is_true: Callable[[], Any], timeout: float | None = None) -> None:
+        """Return when ``is_true()``, or after ``timeout`` seconds."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(within):  # ``wait_for`` of Python 3.11 may ignore a cancellation
+            async with asyncio.timeout(timeout):  # ``wait_for`` of Python 3.11 may ignore a cancellation
                 while not is_true():
                     event = asyncio.Event()
                     self._waiting[event] = is_true
@@ -88,14 +88,14 @@ class ServerPool:
     async def deliver(self) -> list[str]:
         """Wait until all servers in use have the current weights, and return their URLs. Wait if no server is in use.
 
-        Raises RolloutError if none becomes available within `sync_within`, or all refuse.
+        Raises RolloutError if none becomes available within `sync_timeout`, or all refuse.
         """
         self.changed.set()
         while True:
             await self.changed.wait_until(lambda: self.ready == self.present)
             if ready := self.ready:
                 return [server.url for server in ready]
-            await self.changed.wait_until(lambda: self.present or self.is_refused, self.settings.sync_within)
+            await self.changed.wait_until(lambda: self.present or self.is_refused, self.settings.sync_timeout)
             if not self.present:
                 raise RolloutError(self.explain_wait(f"weights {self.transfer.version} wait"))
 
@@ -130,8 +130,8 @@ class ServerPool:
     def explain_wait(self, waiting: str, reason: str = "") -> str:
         why = "; ".join(filter(None, [reason, *(str(server.error) for server in self.servers if server.error)]))
         return (
-            f"rollout.server.sync_within: {waiting} for a server, and none of {len(self.servers)} serves this run "
-            f"({self.settings.sync_within:g} s): {why}. Start one with `dapo serve RECIPE`."
+            f"rollout.server.sync_timeout: {waiting} for a server, and none of {len(self.servers)} serves this run "
+            f"({self.settings.sync_timeout:g} s): {why}. Start one with `dapo serve RECIPE`."
         )
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class ServerPool:
 
     async def release(self) -> None:
         """Release the servers for other runs."""
-        requests = [server.post(RELEASE, within=HEALTH_WITHIN) for server in self.present]
+        requests = [server.post(RELEASE, timeout=HEALTH_TIMEOUT) for server in self.present]
         await asyncio.gather(*requests, return_exceptions=True)
 
     async def _keep(self, server: Server) -> None:
@@ -170,8 +170,8 @@ class ServerPool:
 
     async def _update(self, server: Server) -> None:
         """Claim a healthy server and send it the current weights if it lacks them. Raises ServerError."""
-        within = self.settings.sync_within
-        await server.get("/health", within if server.prompt_requests else min(HEALTH_WITHIN, within))
+        timeout = self.settings.sync_timeout
+        await server.get("/health", timeout if server.prompt_requests else min(HEALTH_TIMEOUT, timeout))
         await server.post(CLAIM, self._claim)  # a server waits until the lease of a killed run expires
         if self._is_behind(server):
             server.version = await self.transfer.send(server)

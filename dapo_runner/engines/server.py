@@ -174,7 +174,7 @@ class ServerEngine(RolloutEngine):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``RolloutEngine.update_weights``. Waits for the servers in use; the others load the weights when they
-        recover. Raises RolloutError if none is available within `sync_within`.
+        recover. Raises RolloutError if none is available within `sync_timeout`.
         """
         self.transfer.publish(f"{self.token}:{self.updates + 1}", loadable_weights(self._model, weights))
         self.updates += 1
@@ -237,7 +237,7 @@ class ServerEngine(RolloutEngine):
                     task.result()
                 if call.is_served_by(self.pool.present):
                     served = time.monotonic()
-                elif self.pool.is_refused or time.monotonic() > served + self.pool.settings.sync_within:
+                elif self.pool.is_refused or time.monotonic() > served + self.pool.settings.sync_timeout:
                     waiting = f"{call.n_left} of {len(call.bodies)} prompts wait"
                     raise RolloutError(self.pool.explain_wait(waiting, call.reason))
         finally:
@@ -261,8 +261,8 @@ class ServerEngine(RolloutEngine):
         pool, version = self.pool, server.version
         call.waiting.remove(index)
         try:
-            within = self.config.rollout.request_timeout
-            call.answers[index] = await self._ask(server, call.bodies[index], call.oldest, within)
+            timeout = self.config.rollout.request_timeout
+            call.answers[index] = await self._ask(server, call.bodies[index], call.oldest, timeout)
             if call.on_answer is not None:
                 call.on_answer(index)
             pool.answered(server)
@@ -292,9 +292,9 @@ class ServerEngine(RolloutEngine):
         await asyncio.gather(*map(ask, self.pool.ready))
         return found
 
-    async def _ask(self, server: Server, body: Body, oldest: int, within: float | None = None) -> list[Completion]:
+    async def _ask(self, server: Server, body: Body, oldest: int, timeout: float | None = None) -> list[Completion]:
         """Return the responses to ``body``. Raises ServerError if they are incomplete or from old weights."""
-        answer = await server.ask(body, within)
+        answer = await server.ask(body, timeout)
         n, max_tokens = (body["sampling_params"][name] for name in ("n", "max_tokens"))
         known = {f"{self.token}:{update}": update for update in range(oldest, self.updates + 1)}
         try:

@@ -34,10 +34,10 @@ class Transfer(ABC):
     copies = False  # whether to copy them if the policy is on the same device
 
     def __init__(self, config: Config, world: World) -> None:
-        rollout, self.world, self.within = config.rollout, world, config.rollout.server.sync_within
+        rollout, self.world, self.timeout = config.rollout, world, config.rollout.server.sync_timeout
         # vLLM's pause mode, which decides about responses in progress.
         self.mode = "abort" if not rollout.max_staleness else "keep" if rollout.partial else "wait"
-        self.pause_within = rollout.request_timeout if self.mode == "wait" else self.within
+        self.pause_timeout = rollout.request_timeout if self.mode == "wait" else self.timeout
         self._published: tuple[str | None, Any] = (None, None)  # a version, and the argument of ``_load``
 
     @classmethod
@@ -89,7 +89,7 @@ class Transfer(ABC):
             raise ServerError(f"{server}: waits for weights {version} from rank 0, has {found}")
         if found != server.version:
             server.version = None  # the server has restarted
-        await server.post(f"/pause?mode={self.mode}", within=self.pause_within)
+        await server.post(f"/pause?mode={self.mode}", timeout=self.pause_timeout)
         await self._load(server, held, is_halfway=is_paused)
         running = "?reset_running_requests=true" if self.mode == "keep" else ""
         if not await server.read(f"/reset_prefix_cache{running}", "success", "POST"):

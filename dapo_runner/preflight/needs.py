@@ -27,7 +27,7 @@ from dapo_runner.rewards.judge import Judge
 from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.tiny_model import check_tiny
 
-HUB_SECONDS = 5  # deadline of the model hub
+HUB_SECONDS = 5  # timeout of the model hub
 
 
 def check_needs(config: Config, layout: Layout = SINGLE_PROCESS.layout) -> None:
@@ -42,7 +42,7 @@ def check_needs(config: Config, layout: Layout = SINGLE_PROCESS.layout) -> None:
     values = model_values(config.model)
     if config.loss.routing_replay and values is not None and not any("experts" in name for name in values):
         missing.append(f"loss.routing_replay: expected a mixture of experts, got {config.model.path}")
-    timeout, drained = config.parallel.timeout, config.rollout.request_timeout + 2 * config.rollout.server.sync_within
+    timeout, drained = config.parallel.timeout, config.rollout.request_timeout + 2 * config.rollout.server.sync_timeout
     if config.rollout.max_staleness and not config.rollout.partial and layout.size > 1 and timeout < drained:
         missing.append(
             f"parallel.timeout: expected at least {drained:g} s with rollout.partial=false, for which rank 0 may wait "

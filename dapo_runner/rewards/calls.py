@@ -87,10 +87,10 @@ class CallingReward:
             return call.function(), attempt
         except ConfigError:
             raise
-        except (Exception, SystemExit, DeadlineError) as error:
+        except (Exception, SystemExit, CallTimeoutError) as error:
             if attempt == self.config.calls.retries:
                 return reward_error(self.name, error, call.prompt, call.completion), attempt
-            pause(attempt, error, self.config.call_deadline)
+            pause(attempt, error, self.config.call_timeout)
         return self._run_with_retries(call, attempt + 1)
 
 
@@ -107,15 +107,15 @@ def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Co
     return found
 
 
-class DeadlineError(BaseException):
+class CallTimeoutError(BaseException):
     """A call took too long. It is not an Exception, so that the called function does not catch it."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"no answer within {seconds:g} s (reward.deadline)")
+        super().__init__(f"no answer within {seconds:g} s (reward.timeout)")
 
 
-def call_within(seconds: float, function: Callable[[], Any], is_async: bool = False) -> Any:
-    """Call ``function``. Raises DeadlineError if it takes longer.
+def call_with_timeout(seconds: float, function: Callable[[], Any], is_async: bool = False) -> Any:
+    """Call ``function``. Raises CallTimeoutError if it takes longer.
 
     In the main thread an alarm signal interrupts Python code and blocking calls. Other threads get no signals: there a
     late function is left running. Coroutines run in one event loop, which lives as long as the process, because
@@ -131,13 +131,13 @@ def call_within(seconds: float, function: Callable[[], Any], is_async: bool = Fa
         future.cancel()
         if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop())], 1.0).done:
             _event_loop.cache_clear()  # a function blocks the loop: other calls get a new one
-        raise DeadlineError(seconds)
+        raise CallTimeoutError(seconds)
     return future.result()
 
 
 def _call_with_alarm(seconds: float, function: Callable[[], Any]) -> Any:
     def strike(*_: object) -> None:
-        raise DeadlineError(seconds)
+        raise CallTimeoutError(seconds)
 
     start, handler = time.monotonic(), signal.signal(signal.SIGALRM, strike)
     try:
@@ -150,7 +150,7 @@ def _call_with_alarm(seconds: float, function: Callable[[], Any]) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     if time.monotonic() - start > seconds:
-        raise DeadlineError(seconds)
+        raise CallTimeoutError(seconds)
     return result
 
 

@@ -6,7 +6,7 @@
 
 For each response a function returns a ``Verdict``; a bool, which means `reward.correct` or `reward.incorrect`; a
 number, which is the reward and counts as correct above the mean of those two; or None if it does not apply. Any other
-value, an exception, a reward that is not finite and a missed deadline are failures; they never become a reward of 0.
+value, an exception, a reward that is not finite and a timeout are failures; they never become a reward of 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.plugins import import_function
-from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, Verdicts, call_within, first_error
+from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, Verdicts, call_with_timeout, first_error
 from dapo_runner.rewards.trl import from_trl
 from dapo_runner.types import Completion, Prompt, Verdict
 
@@ -29,7 +29,7 @@ BATCH = ["prompts", "completions", "rows"]
 
 
 class FunctionReward(CallingReward):
-    """Call a user-defined function with a deadline and retries."""
+    """Call a user-defined function with a timeout and retries."""
 
     def __init__(self, name: str, config: RewardConfig) -> None:
         """Import the function. Raises ConfigError."""
@@ -64,7 +64,7 @@ class FunctionReward(CallingReward):
         n = len(part)
         batch = [prompt] * n, list(part), [dict(prompt.row) for _ in part]
         call = partial(self.function, *(batch if self.takes_batch else (prompt, part[0])))
-        returned = call_within(self.config.call_deadline, call, self.is_async)
+        returned = call_with_timeout(self.config.call_timeout, call, self.is_async)
         return _read_verdicts(returned if self.takes_batch else [returned], n, self.config)
 
 

@@ -215,7 +215,7 @@ class Judge(CallingReward):
         if self.settings.votes:
             fields = {"max_tokens": VOTE_TOKENS, "temperature": 1.0, "seed": vote}
         try:
-            text, tokens = chat(self.settings, self.questioner.messages(question), self.config.call_deadline, **fields)
+            text, tokens = chat(self.settings, self.questioner.messages(question), self.config.call_timeout, **fields)
         except HTTPError as error:
             if error.status in DENIED:
                 raise ConfigError(f"reward.judge: expected a valid key, URL and model, got: {error}") from error
@@ -266,7 +266,7 @@ def chat(
     key, url = http.read_key(model.url, model.key_env), f"{model.url.rstrip('/')}/chat/completions"
     requested = {"model": model.model, "messages": messages, **fields, **model.options}
     body = {name: value for name, value in requested.items() if value is not None}
-    answer = http.run(http.request("POST", url, body, key=key, within=timeout, max_bytes=MAX_BYTES, use_proxy=True))
+    answer = http.run(http.request("POST", url, body, key=key, timeout=timeout, max_bytes=MAX_BYTES, use_proxy=True))
     try:
         choice = answer["choices"][0]
         text = str(choice["message"].get("content") or "")

@@ -29,7 +29,7 @@ GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)"
 FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 load_code = lru_cache(runpy.run_path)
-SCORE_SECONDS = 3600  # of CPU time; the deadline of a request is much shorter
+SCORE_SECONDS = 3600  # of CPU time; the timeout of a request is much shorter
 # What an evaluated answer may name, beside single letters. sympy imports itself.
 NAMES = "sympy Integer Float Rational Symbol Function pi sqrt exp log sin cos tan asin acos atan sinh cosh tanh"
 
@@ -205,12 +205,12 @@ def main() -> None:
     judge = {"math": judge_math, "json": judge_json, "reasoning_gym": judge_reasoning_gym}[sys.argv[1]]
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries may print; only verdicts go to stdout
-    answer_request(judge, {"text": "1", "answer": "{}"})  # import packages outside of any request's deadline
+    answer_request(judge, {"text": "1", "answer": "{}"})  # import packages outside of any request's timeout
     print("ready", file=answers, flush=True)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         # If the parent was killed, nobody kills this process: the default action of the alarm ends it.
-        signal.setitimer(signal.ITIMER_REAL, 2 * request.pop("deadline") + 1)
+        signal.setitimer(signal.ITIMER_REAL, 2 * request.pop("timeout") + 1)
         found = answer_request(judge, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(found), file=answers, flush=True)

@@ -53,12 +53,12 @@ def load_reward(config: RewardConfig, use: str) -> Reward:
         compare = _RULES[use][0]
         return TextReward(lambda *pairs: list(map(compare, *pairs)))
     if use in ("math", "json"):
-        return TextReward(open_rule(use, config.workers, config.rule_deadline).judge_texts)
+        return TextReward(open_rule(use, config.workers, config.rule_timeout).judge_texts)
     if use == "reasoning_gym":
-        rule = open_rule(use, config.workers, config.rule_deadline)
+        rule = open_rule(use, config.workers, config.rule_timeout)
         return TextReward(lambda *pairs: [_scale(verdict, config) for verdict in rule.judge_texts(*pairs)], "task")
     if use == "code":
-        return TextReward(open_code(config.workers, config.rule_deadline, config.memory_mb).judge_texts)
+        return TextReward(open_code(config.workers, config.rule_timeout, config.memory_mb).judge_texts)
     return Judge(config) if use == "judge" else FunctionReward(use, config)
 
 
@@ -82,7 +82,7 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
     answers = [prompt.answer for prompt in prompts if config.env is None and (prompt.answer or needs_all)]
     every = [] if config.env else list(dict.fromkeys((*answers, *(prompt.answer for prompt in heldout))))
     if "json" in reward.uses and every:
-        open_rule("json", reward.workers, reward.rule_deadline).judge_texts(["{}"] * len(every), every)
+        open_rule("json", reward.workers, reward.rule_timeout).judge_texts(["{}"] * len(every), every)
     for answer in every if "code" in reward.uses else ():
         read_tests(answer)
     rejected = {answer for answer in set(answers) if not rule(response.format(answer), answer).correct}

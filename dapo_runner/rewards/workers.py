@@ -105,10 +105,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class WorkerRule(ABC):
-    """Judge in processes, ``workers`` texts at the same time. A process has ``deadline`` seconds for its answer."""
+    """Judge in processes, ``workers`` texts at the same time. A process has ``timeout`` seconds for its answer."""
 
-    def __init__(self, workers: int, deadline: float) -> None:
-        self.workers, self.deadline = workers, deadline
+    def __init__(self, workers: int, timeout: float) -> None:
+        self.workers, self.timeout = workers, timeout
 
     @abstractmethod
     def judge_one(self, text: str, answer: str) -> Verdict:
@@ -127,9 +127,9 @@ class WorkerRule(ABC):
 class TextRule(WorkerRule):
     """Judge with a rule of ``rule_worker``. A worker judges many texts; one that times out or dies is replaced."""
 
-    def __init__(self, rule: str, workers: int, deadline: float) -> None:
+    def __init__(self, rule: str, workers: int, timeout: float) -> None:
         """Raise ConfigError without the rule's package."""
-        super().__init__(workers, deadline)
+        super().__init__(workers, timeout)
         require_package(rule)
         self.rule = rule
         self._idle: list[Worker] = []  # the last one is used first, so that no more are started than needed
@@ -138,8 +138,8 @@ class TextRule(WorkerRule):
         """Return a worker's verdict. Raises WorkerError, and ConfigError for an invalid ground truth."""
         worker = self._take_worker()
         try:
-            worker.send({"text": text, "answer": answer, **more, "deadline": self.deadline})
-            written = worker.read(self.deadline, line=True)
+            worker.send({"text": text, "answer": answer, **more, "timeout": self.timeout})
+            written = worker.read(self.timeout, line=True)
             if not written:
                 raise WorkerError("crash")
         except BaseException:
@@ -171,8 +171,8 @@ class CodeRule(WorkerRule):
     as passing.
     """
 
-    def __init__(self, workers: int, deadline: float, memory_mb: int) -> None:
-        super().__init__(workers, deadline)
+    def __init__(self, workers: int, timeout: float, memory_mb: int) -> None:
+        super().__init__(workers, timeout)
         self.memory_mb = memory_mb
 
     def judge_one(self, text: str, answer: str) -> Verdict:
@@ -196,20 +196,20 @@ class CodeRule(WorkerRule):
 
     def _run(self, **request: str) -> tuple[str, int]:
         """Return a program's standard output and exit code. Raises WorkerError."""
-        limits = {"memory": self.memory_mb * 10**6, "seconds": self.deadline, "readable": _readable()}
+        limits = {"memory": self.memory_mb * 10**6, "seconds": self.timeout, "readable": _readable()}
         worker = Worker((*_sandbox(), *CODE_COMMAND), _ENVIRONMENT)
         try:
             worker.send(request | limits, end=True)
-            written = worker.read(self.deadline)
+            written = worker.read(self.timeout)
         finally:
             worker.kill()
         return written.decode(errors="replace"), worker.process.returncode
 
 
 @cache
-def open_code(workers: int, deadline: float, memory_mb: int) -> CodeRule:
+def open_code(workers: int, timeout: float, memory_mb: int) -> CodeRule:
     """Return the `code` rule of this process. Raises ConfigError if programs cannot be confined."""
-    rule, environment = CodeRule(workers, deadline, memory_mb), Path(f"/proc/{os.getpid()}/environ")
+    rule, environment = CodeRule(workers, timeout, memory_mb), Path(f"/proc/{os.getpid()}/environ")
     digest = hashlib.sha256(environment.read_bytes()).hexdigest()
     test = (  # in another namespace this process id means another process
         f"import hashlib\ntry: seen = hashlib.sha256(open('{environment}', 'rb').read()).hexdigest()\n"

@@ -127,7 +127,7 @@ class AsynchronousSampler:
             left = max(start, self._last_change) + self.round_timeout - time.monotonic()
             if left <= 0:
                 raise SamplingStalledError(
-                    f"rollout.server.answer_within: expected a round within {self.round_timeout:g} s, got none. "
+                    f"rollout.server.response_timeout: expected a round within {self.round_timeout:g} s, got none. "
                     f"Step {self.step} waits, {self.in_flight} prompts are in flight. Check the servers, or raise it."
                 )
             self._changed.wait(left)

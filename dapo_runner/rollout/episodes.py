@@ -98,8 +98,8 @@ class EpisodeRunner:
         found, turns = dict[int, Any](), Counter[int]()
         futures, deadlines = dict[int, Any](), dict[int, float]()  # of calls, by the key of the episode
         waiting = deque[tuple[int, Any]]((key, None) for key in range(len(plays)))
-        seconds, progress = self.config.timeout_seconds, threading.Event()
-        late = FailureError("late", f"no answer within {seconds:g} s (env.timeout_seconds)")
+        seconds, progress = self.config.timeout, threading.Event()
+        late = FailureError("late", f"no answer within {seconds:g} s (env.timeout)")
         try:
             with closing(engine.open_call(priority, progress.set, len(plays))) as asked:
                 while len(found) < len(plays):

@@ -41,7 +41,7 @@ def test_the_majority_decides_and_ties_count_in_part(words: list[str]) -> None:
 
 def evaluate_answers(answers: Sequence[str], truth: str, kind: str) -> dict[str, float]:
     """The samples of one problem, scored by one of the rules."""
-    config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "deadline": 60.0})
+    config = make_config(evaluation={"k": len(answers)}, reward={"kind": kind, "timeout": 60.0})
     completions = [make_completion(text=f"It is so.\nAnswer: {answer}") for answer in answers]
     score, prompts = Scorer(config, shaped=False), [make_prompt(answer=truth)]
     return evaluate(lambda requests: score(prompts, [completions]), prompts, config)[1]

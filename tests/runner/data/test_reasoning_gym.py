@@ -35,7 +35,7 @@ def load(*tasks: dict[str, Any], **data: Any) -> Dataset:
 
 
 def score(prompt: Prompt, *texts: str, **reward: Any) -> tuple[Sample, ...]:
-    scorer = Scorer(config_of(SUMS, reward={"workers": 1, "deadline": 60.0, **reward}), shaped=False)
+    scorer = Scorer(config_of(SUMS, reward={"workers": 1, "timeout": 60.0, **reward}), shaped=False)
     (group,) = scorer([prompt], [[make_completion(text=text) for text in texts]])
     return group.samples
 
@@ -115,7 +115,7 @@ def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
     assert not made.exists()
     assert not any(sample.correct for sample in (*hostile, wrong))
     assert honest.correct
-    (slow,) = score(prompt, "9**9**9**9", deadline=3.0)
+    (slow,) = score(prompt, "9**9**9**9", timeout=3.0)
     assert slow.verdict.rule == "timeout"
 
 

@@ -190,7 +190,7 @@ def test_without_partial_responses_end_before_the_new_weights(fleet: Fleet, poli
     assert sorted(map(min, versions)) == sorted(map(max, versions))
     assert {min(own) for own in versions} == {1, 2}
     assert {body["mode"] for path, body, _ in fleet[0].asked if path == "/pause"} == {"wait"}
-    assert engine.transfer.pause_within == engine.config.rollout.request_timeout  # of which earlier rounds take a part
+    assert engine.transfer.pause_timeout == engine.config.rollout.request_timeout  # of which earlier rounds take a part
 
 
 def test_requests_refused_during_an_update_are_submitted_again(fleet: Fleet, policy: Policy) -> None:
@@ -233,7 +233,7 @@ def test_one_slow_prompt_holds_back_its_own_round_alone(fleet: Fleet) -> None:
 
 
 def test_a_request_may_wait_behind_those_of_the_rounds_before(fleet: Fleet) -> None:
-    engine = fleet.open(ahead=19, answer_within=0.5)  # 10 s with those
+    engine = fleet.open(ahead=19, response_timeout=0.5)  # 10 s with those
 
     def wait(body: dict[str, Any]) -> None:
         fleet.over.wait(0.8)

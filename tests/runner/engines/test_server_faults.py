@@ -95,7 +95,7 @@ def cut_off(choice: dict[str, Any]) -> None:
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
-HUNG = {"answer_within": 2.0}
+HUNG = {"response_timeout": 2.0}
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "killed": (kill, {}),
     "restarted": (restart, {}),
@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "foreign, an object": (partial(foreign, 200, {}), {}),
     "foreign, null": (partial(foreign, 200, None), {}),
     "hung": (hang, HUNG),
-    "hung health": (partial(hang, path="/health"), {"sync_within": 2.0}),
+    "hung health": (partial(hang, path="/health"), {"sync_timeout": 2.0}),
     "slow headers": (partial(drip, HEAD + 99 * b"X-A: b\r\n"), HUNG),
     "slow body": (partial(drip, HEAD + b"\r\n" + 999 * b" "), HUNG),
     "no length": (partial(send, HEAD + b"Content-Length: many\r\n\r\n{}"), {}),
@@ -158,7 +158,8 @@ def test_one_server_fails_and_recovers(
     wait_until(lambda: not lost(engine))
     assert responses(engine.generate(FEW)) == later
     assert [fleet[0].url in note for note in engine.notes] == [True, True]  # excluded, and back
-    penalty, waited = engine.pool.servers[0].penalty, sum(map(settings.get, ("answer_within", "sync_within"), (0, 0)))
+    timeouts = [settings.get(name, 0) for name in ("response_timeout", "sync_timeout")]
+    penalty, waited = engine.pool.servers[0].penalty, sum(timeouts)
     assert penalty >= waited if waited else penalty == 0  # it doubles with each failure in a row
     fleet[1].kill()
     assert responses(engine.generate(FEW)) == later
@@ -170,7 +171,7 @@ def test_a_server_is_given_longer_to_be_healthy_while_it_works_on_prompts(
 ) -> None:
     """It does not listen while it writes a long answer. An idle server that does not is excluded soon."""
     monkeypatch.setattr(pool, "RENEW", 0.05)
-    monkeypatch.setattr(pool, "HEALTH_WITHIN", 0.3)
+    monkeypatch.setattr(pool, "HEALTH_TIMEOUT", 0.3)
     engine, written = fleet.open(1), threading.Event()
 
     def wait(body: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ def test_a_server_is_given_longer_to_be_healthy_while_it_works_on_prompts(
 
 def test_every_prompt_that_a_server_left_unanswered_has_failed(fleet: Fleet) -> None:
     """The first of them excludes the server. If only that one had failed, the same could repeat for hours."""
-    engine, asked = fleet.open(1, answer_within=0.2), Counter[str]()
+    engine, asked = fleet.open(1, response_timeout=0.2), Counter[str]()
 
     def count_and_hang(body: dict[str, Any]) -> None:
         if not is_trial(body) and asked[str(body["token_ids"])] < ATTEMPTS:
@@ -246,7 +247,7 @@ def test_servers_killed_and_restarted_at_random_moments(fleet: Fleet, policy: Po
 
 
 def test_a_server_whose_requests_time_out_is_excluded_for_as_long_and_then_longer(fleet: Fleet) -> None:
-    engine = fleet.open(answer_within=2.0)
+    engine = fleet.open(response_timeout=2.0)
     server, _ = engine.pool.servers
     fleet[0].hooks[GENERATE] = lambda body: None if is_trial(body) else fleet.hang(body)
     assert engine.generate(FEW)
@@ -264,7 +265,7 @@ def test_a_server_whose_requests_time_out_is_excluded_for_as_long_and_then_longe
 
 
 def test_a_hung_server_stalls_one_sync_and_comes_back_by_itself(fleet: Fleet, policy: Policy) -> None:
-    engine = fleet.open(sync_within=2.0)
+    engine = fleet.open(sync_timeout=2.0)
     fleet[0].hooks[UPDATE] = fleet.hang
     stalled = []
     for _ in range(3):
@@ -373,7 +374,7 @@ def test_a_prompt_that_fails_at_every_server_ends_the_run_after_its_attempts(fle
 
 
 def test_a_prompt_that_one_server_cannot_answer_is_left_to_the_other(fleet: Fleet) -> None:
-    engine = fleet.open(sync_within=2.0)
+    engine = fleet.open(sync_timeout=2.0)
     wanted = responses(engine.generate(REQUESTS))
     poison, failures, enough = list(PROMPTS[6].token_ids), count(1), threading.Event()
 
@@ -395,7 +396,7 @@ def test_a_prompt_that_one_server_cannot_answer_is_left_to_the_other(fleet: Flee
     assert responses(engine.generate(REQUESTS)) == wanted
     assert next(failures) == ATTEMPTS + 1
     fleet[1].kill()  # then it waits, and not for ever
-    with refused("rollout.server.sync_within", RolloutError):
+    with refused("rollout.server.sync_timeout", RolloutError):
         engine.generate(REQUESTS)
 
 
@@ -432,14 +433,14 @@ class Unforeseen(FileTransfer):
 def test_a_wait_for_no_server_ends(wait: str, fleet: Fleet, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     if wait == "unforeseen":
         monkeypatch.setitem(TRANSFERS, "file", Unforeseen)
-    engine = fleet.open(sync_within=1.0)
+    engine = fleet.open(sync_timeout=1.0)
     if wait == "sync":
         fleet.hook(fleet.hang, UPDATE)
     elif wait != "unforeseen":
         for server in fleet.servers:
             server.kill()
-    calls = {"prompts": lambda: engine.generate(FEW), "start": lambda: fleet.open(sync_within=1.0)}
-    with refused("rollout.server.sync_within", RolloutError):
+    calls = {"prompts": lambda: engine.generate(FEW), "start": lambda: fleet.open(sync_timeout=1.0)}
+    with refused("rollout.server.sync_timeout", RolloutError):
         calls.get(wait, lambda: engine.update_weights(policy.named_weights()))()
 
 
@@ -455,7 +456,7 @@ def test_servers_that_refuse_the_run_are_not_waited_for(fleet: Fleet, policy: Po
         lambda: engine.update_weights(policy.named_weights()),
         fleet.open,
     ]
-    for call in calls:  # `sync_within` is ten minutes
+    for call in calls:  # `sync_timeout` is ten minutes
         with refused("model.path", RolloutError):
             call()
     fleet[1].hooks.clear()

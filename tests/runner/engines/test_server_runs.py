@@ -22,7 +22,7 @@ def losing(fleet: Fleet, ahead: int, n: int, **run: Any) -> dict[str, Any]:
     raw = fleet.recipe(ahead, n, **run)
     raw["optimizer"] |= {"lr": 1e-2}
     raw["sampler"] |= {"max_age": ahead + 1} if ahead else {}
-    raw["rollout"]["server"] |= {"sync_within": 1.5}
+    raw["rollout"]["server"] |= {"sync_timeout": 1.5}
     return raw
 
 
@@ -49,7 +49,7 @@ def test_a_server_that_comes_back_stale_in_the_midst_of_a_step_trains_nothing(ah
     fleet[0].hooks[GENERATE], killed = come_back_stale, threading.Event()
     raw = losing(fleet, ahead, 2, steps=10**6, save_every=0)
     raw["rollout"]["max_batch_sequences"] = raw["rollout"]["group_size"]  # a server has two prompts of four at a time
-    raw["rollout"]["server"]["sync_within"] = 120
+    raw["rollout"]["server"]["sync_timeout"] = 120
     with pytest.raises(OutOfSyncError, match=fleet[1].url):
         train(parse(raw, Config), Progress())
     assert works_again.is_set()

@@ -165,7 +165,7 @@ def test_weights_arrive_by_nccl_and_rest(fleet: Fleet, tmp_path: Path, policy: P
 @pytest.mark.usefixtures("by_nccl")
 @pytest.mark.parametrize("path", [MEET, UPDATE])
 def test_a_server_that_takes_no_part_is_left_out(path: str, fleet: Fleet, policy: Policy) -> None:
-    engine, held = open_nccl(fleet, sync_within=2.0), list[dict[str, Any]]()
+    engine, held = open_nccl(fleet, sync_timeout=2.0), list[dict[str, Any]]()
     answer = fleet[0].hooks[path]
     restart(fleet[0])
 
@@ -209,7 +209,7 @@ def test_what_fails_on_the_trainers_side_ends_the_wait(
 
     monkeypatch.setitem(TRANSFERS, "nccl", Transfer)
     with pytest.raises(RolloutError, match=shown):
-        open_nccl(fleet, sync_within=1.0)
+        open_nccl(fleet, sync_timeout=1.0)
 
 
 @pytest.mark.usefixtures("by_nccl")

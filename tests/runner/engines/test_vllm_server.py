@@ -52,7 +52,7 @@ def _keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     run = {"output_dir": str(tmp_path_factory.mktemp("runs")), "device": "cpu"}
-    server = {"urls": [free_address()], "sync_within": 600.0}
+    server = {"urls": [free_address()], "sync_timeout": 600.0}
     return tiny_config(tiny, run=run, rollout={"engine": "server", "server": server})
 
 

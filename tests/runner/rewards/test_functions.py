@@ -23,7 +23,7 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.loop import train
-from dapo_runner.rewards.calls import DeadlineError, RewardError, call_within
+from dapo_runner.rewards.calls import CallTimeoutError, RewardError, call_with_timeout
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.threads import map_in_threads
 from dapo_runner.types import Completion, Group, Prompt, Verdict
@@ -109,7 +109,7 @@ def test_calls_overlap_and_their_results_stay_in_order(
             while len(begun) < {concurrency or together}: {sleep}(0.001)
             ended.append(1)
             return {RESULTS[arguments]}"""
-    config = config_of(body, calls={"retries": 0, "concurrency": concurrency}, deadline=LIMIT)
+    config = config_of(body, calls={"retries": 0, "concurrency": concurrency}, timeout=LIMIT)
     scorer = Scorer(config)
     assert rewards(scorer(*batch(5, 3))) == [[i * 10.0 + j for j in range(3)] for i in range(5)]
     assert len(module_of(config).begun) == calls
@@ -197,11 +197,11 @@ HANGING = {
 
 
 @pytest.mark.parametrize("how", [*HANGING, "async"])
-def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, how: str) -> None:
+def test_a_function_that_hangs_is_ended_at_its_timeout(config_of: MakeConfig, how: str) -> None:
     body = textwrap.indent(textwrap.dedent(HANGING.get(how, "await asyncio.sleep(60)")), "    ")
-    config = config_of(f"{'async ' * (how == 'async')}def reward(prompts, completions, rows):\n{body}", deadline=0.2)
+    config = config_of(f"{'async ' * (how == 'async')}def reward(prompts, completions, rows):\n{body}", timeout=0.2)
     before = signal.getsignal(signal.SIGALRM)
-    with refused("reward.deadline", RewardError):
+    with refused("reward.timeout", RewardError):
         Scorer(config)(*batch(1, 1))
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -210,14 +210,14 @@ def test_a_function_that_hangs_is_ended_at_its_deadline(config_of: MakeConfig, h
 def test_a_deadline_holds_in_any_thread_and_leaves_nothing_behind(config_of: MakeConfig) -> None:
     """With `rollout.max_staleness` responses are scored beside the main thread, where no alarm comes."""
     config = config_of(
-        "def reward(prompt, completion):\n    time.sleep(600 * prompt.row['number'])\n    return 1.0", deadline=1.0
+        "def reward(prompt, completion):\n    time.sleep(600 * prompt.row['number'])\n    return 1.0", timeout=1.0
     )
     (quick, slow), (completion, _) = batch(2, 1)
     with ThreadPoolExecutor(1) as threads:
         for score in (Scorer(config), lambda *both: threads.submit(Scorer(config), *both).result()):
             assert rewards(score([quick], [completion])) == [[1.0]]
             assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-        with refused("reward.deadline", RewardError):
+        with refused("reward.timeout", RewardError):
             score([slow], [completion])
 
 
@@ -241,9 +241,9 @@ def test_calls_after_one_that_blocks_the_event_loop_are_answered() -> None:
     async def answer() -> int:
         return 7
 
-    with pytest.raises(DeadlineError):
-        call_within(0.2, block, is_async=True)
-    assert call_within(LIMIT, answer, is_async=True) == 7
+    with pytest.raises(CallTimeoutError):
+        call_with_timeout(0.2, block, is_async=True)
+    assert call_with_timeout(LIMIT, answer, is_async=True) == 7
     over.set()
 
 

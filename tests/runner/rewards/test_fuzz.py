@@ -106,7 +106,7 @@ def make_scorer(settings: str) -> Scorer:
 def judge(rule: str, text: str, sections: dict[str, dict[str, Any]], answer: str = "7") -> Verdict:
     """Judge by the way a run takes."""
     raw = dict(sections.get(rule, {}))
-    common = {"deadline": PATIENT, "memory_mb": 512, "calls": {"retries": 0}, "overlong": {"soft_punishment": False}}
+    common = {"timeout": PATIENT, "memory_mb": 512, "calls": {"retries": 0}, "overlong": {"soft_punishment": False}}
     raw["reward"] = {"kind": rule, **raw.get("reward", {}), **common}
     prompt = replace(make_prompt(answer=ANSWERS.get(rule, answer)), row={"task": json.dumps(TASK)})
     (group,) = make_scorer(json.dumps(raw))([prompt], [[make_completion(text=text)]])

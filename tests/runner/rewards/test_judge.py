@@ -38,7 +38,7 @@ LIMIT = 60.0  # seconds for an answer on a busy machine
 
 
 def config_of(judge: dict[str, Any], **reward: Any) -> Config:
-    common = {"calls": {"retries": 0}, "deadline": LIMIT, "overlong": {"soft_punishment": False}}
+    common = {"calls": {"retries": 0}, "timeout": LIMIT, "overlong": {"soft_punishment": False}}
     return make_config(reward={"kind": "judge", "judge": {"model": "m", **judge}, **common, **reward})
 
 
@@ -199,10 +199,10 @@ def test_a_request_that_fails_is_never_a_reward_of_0_and_not_saved(what: str, tm
 
     within = 0.5 if what == "late" else LIMIT
     with FakeAPI(reply) as api:
-        config = at(api, deadline=within, calls={"retries": 0, "max_failed": 0.3})
+        config = at(api, timeout=within, calls={"retries": 0, "max_failed": 0.3})
         scorer = Scorer(config)
         scorer.judge.known.open(tmp_path)
-        for score in (Scorer(at(api, deadline=within)), scorer.unshaped()):
+        for score in (Scorer(at(api, timeout=within)), scorer.unshaped()):
             with pytest.raises(RewardError) as caught:
                 score(*batch("0.8", prompts=3))
             assert "prompt p1" in str(caught.value)
@@ -277,7 +277,7 @@ def test_the_password_of_a_proxy_is_not_shown(monkeypatch: pytest.MonkeyPatch) -
         thread.start()
         monkeypatch.setenv("https_proxy", f"http://me:s3cret@127.0.0.1:{proxy.getsockname()[1]}")
         with pytest.raises(http.HTTPError, match="407") as caught:
-            http.run(http.request("POST", "https://judge.test/v1", {}, within=60, max_bytes=1000, use_proxy=True))
+            http.run(http.request("POST", "https://judge.test/v1", {}, timeout=60, max_bytes=1000, use_proxy=True))
         thread.join()
     assert "s3cret" not in str(caught.value)
 

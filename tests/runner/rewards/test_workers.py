@@ -34,7 +34,7 @@ FOREVER = {"math": (TOWER, "1"), "json": ('"' + "a" * 60 + '!"', '{"pattern": "^
 
 @cache
 def patient(kind: str = "math") -> TextRule:
-    return TextRule(kind, workers=1, deadline=PATIENT)
+    return TextRule(kind, workers=1, timeout=PATIENT)
 
 
 def judge(rule: TextRule, text: str, answer: str) -> Verdict:
@@ -158,7 +158,7 @@ def test_references_inside_a_schema_are_followed_and_nothing_is_fetched() -> Non
 
 
 def test_hostile_responses_neither_hang_nor_score_and_are_counted() -> None:
-    reward = {"kind": "math", "deadline": 1.0, "overlong": {"soft_punishment": False}}
+    reward = {"kind": "math", "timeout": 1.0, "overlong": {"soft_punishment": False}}
     texts = [TOWER, r"\boxed{" + "9" * 1900 + "}", "9" * 10_000_000, ""]
     (group,) = Scorer(make_config(reward=reward))([make_prompt(answer="5")], [[make_completion(text=t) for t in texts]])
     tower, *_ = verdicts = [sample.verdict for sample in group.samples]
@@ -171,7 +171,7 @@ def test_hostile_responses_neither_hang_nor_score_and_are_counted() -> None:
 
 @pytest.mark.parametrize("kind", ["math", "json"])
 def test_a_late_rule_is_ended_in_any_thread(kind: str) -> None:
-    late = TextRule(kind, workers=1, deadline=0.3)
+    late = TextRule(kind, workers=1, timeout=0.3)
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(judge, late, *FOREVER[kind]).result(PATIENT).rule == "timeout"
 
@@ -196,7 +196,7 @@ def while_it_judges(rule: TextRule, act: Callable[[], None]) -> threading.Thread
 
 
 def test_a_worker_that_dies_is_replaced() -> None:
-    rule = TextRule("json", workers=1, deadline=PATIENT)
+    rule = TextRule("json", workers=1, timeout=PATIENT)
     assert judge(rule, "1", "{}").correct
     thread = while_it_judges(rule, process_of(rule).kill)
     assert judge(rule, *FOREVER["json"]).rule == "crash"
@@ -226,7 +226,7 @@ def test_a_call_that_ctrl_c_ends_leaves_no_verdict_behind(workers: int) -> None:
 
 
 def test_signals_that_stop_a_run_do_not_reach_a_worker_and_it_ends_with_its_rule() -> None:
-    rule = TextRule("json", workers=1, deadline=PATIENT)
+    rule = TextRule("json", workers=1, timeout=PATIENT)
     assert judge(rule, "1", "{}").correct
     process = process_of(rule)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -245,4 +245,4 @@ def test_a_worker_without_memory_gives_way_to_a_new_one() -> None:
 def test_a_worker_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "false")
     with pytest.raises(RuntimeError, match="reward json"):
-        judge(TextRule("json", workers=1, deadline=1.0), "1", "1")
+        judge(TextRule("json", workers=1, timeout=1.0), "1", "1")

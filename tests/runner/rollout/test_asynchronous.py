@@ -42,7 +42,7 @@ class Rounds(Engine):
 
 def ahead_of(sampler: DynamicSampler, lead: int, partial: bool = True, within: float = 300.0) -> AsynchronousSampler:
     rollout = {"engine": "server", "max_staleness": lead, "partial": partial, "correction": {"weights": "token"}}
-    server = {"answer_within": within / 8 / (1 + lead)}  # a request may take 1 + lead of these, a round 8 requests
+    server = {"response_timeout": within / 8 / (1 + lead)}  # a request may take 1 + lead of these, a round 8 requests
     return AsynchronousSampler(sampler, make_config(rollout=rollout | {"server": server}, run={"steps": STEPS}))
 
 
@@ -173,7 +173,7 @@ def test_a_round_that_does_not_end_stalls_its_step() -> None:
     hung, found = threading.Event(), list[int]()
     engine = Rounds(before=lambda number: number and hung.wait(120))
     ahead = sample_ahead(engine, within=0.5)
-    with pytest.raises(SamplingStalledError, match=r"rollout\.server\.answer_within"):
+    with pytest.raises(SamplingStalledError, match=r"rollout\.server\.response_timeout"):
         found.extend(len(ahead.next(engine).groups) for _ in range(STEPS))
     assert found
     assert ahead.state_dict()["in_flight"] > 0

@@ -255,7 +255,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
     RELEASE.clear()
 
     def play(max_failed: float) -> tuple[EpisodeRunner, Groups]:
-        limits = {"max_turns": 3, "max_failed": max_failed, "timeout_seconds": 1.0}
+        limits = {"max_turns": 3, "max_failed": max_failed, "timeout": 1.0}
         runner = EpisodeRunner(config_of("Odd", **limits), tokenizer)
         assert Odd.closed.get(timeout=30) == "fine"  # the one that was made to see its tools
         return runner, runner(Scripted(tokenizer, SPOKEN), make_requests(prompts, SAMPLING), None)
