@@ -430,7 +430,7 @@ def _output(
     ref_kl: Tensor | None,
     log_ratio: Tensor | None = None,
 ) -> LossOutput:
-    """Return the result. Per-token results [N], zero on dead tokens, get the caller's layout."""
+    """Return the result. Per-token results [N], zero on masked tokens, get the caller's layout."""
     tokens, shape = call.tokens, call.layout.shape
     old, ref = tokens.old_logprobs, tokens.ref_logprobs
     reported = PerToken(tokens.live, logprobs, old, ref, log_ratio, clip_hit, ref_kl, entropy)

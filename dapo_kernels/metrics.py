@@ -20,7 +20,7 @@ _CLIPPED = {"clip_low": CLIPPED_LOW, "clip_high": CLIPPED_HIGH, "clip_dual": CLI
 
 
 class PerToken(NamedTuple):
-    """The inputs of the metrics, each [N] and detached; zero on dead tokens except in ``old_logprobs`` and
+    """The inputs of the metrics, each [N] and detached; zero on masked tokens except in ``old_logprobs`` and
     ``ref_logprobs``.
     """
 

@@ -239,7 +239,7 @@ class Tokens(NamedTuple):
     """The inputs of the loss of every token: ``live`` bool, the rest float32 (float64 if the logits are)."""
 
     live: Tensor
-    weights: Tensor  # of each token in the scalar loss, 0 on dead tokens
+    weights: Tensor  # of each token in the scalar loss, 0 on masked tokens
     advantages: Tensor
     old_logprobs: Tensor | None  # None: on-policy, ratio 1 with its gradient
     ref_logprobs: Tensor | None

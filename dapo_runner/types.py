@@ -296,7 +296,7 @@ class TrainingSequence:
     rollout_logprobs float32 [L]: 0 on tokens of the prompt and of an environment.
     group_id: the group's number in the step, from 0. age: how many steps ago it was sampled.
     pair: the preference pair's number in the step, from 0; −1 without a pair.
-    reward: the reward of the response if the learner computes advantages per token; advantages are zero until then.
+    reward: the reward of the response if the trainer computes advantages per token; advantages are zero until then.
     support: what each token was sampled from, the whole vocabulary for prompt tokens; None if it was not recorded.
     experts: those of all tokens but the last, as in ``Completion``.
     """

@@ -1,6 +1,6 @@
 """Decide which tokens the path from hidden states computes, in which order, and in which chunks.
 
-N tokens, V vocabulary, C tokens of a chunk. On the CPU the host knows which tokens are live: dead tokens are left out,
+N tokens, V vocabulary, C tokens of a chunk. On the CPU the host knows which tokens are live: masked ones are left out,
 and idle ones (gradient zero) are removed from every chunk. On a GPU, reading that takes a wait for the device. So there
 are two ways, with the same results up to the rounding of GEMMs with other shapes:
 
@@ -10,7 +10,7 @@ are two ways, with the same results up to the rounding of GEMMs with other shape
     without waiting   all shapes follow from N: every token goes through the GEMMs at its place, dead and idle rows as
                       zeros. Can be captured in a CUDA graph.
 
-Waiting once costs the time in which the device is idle, some tens of microseconds. Otherwise every dead token costs six
+Waiting once costs the time in which the device is idle, some tens of microseconds. Else every masked token costs six
 H·V floating point operations, 3.7 G at H=4096, V=151936. A token whose clipping depends on its logits keeps its place
 in the gradient GEMMs on a GPU: leaving it out would take a wait per chunk.
 """
@@ -193,5 +193,5 @@ def gradient_rows(dlogits: Tensor, hidden: Tensor, idle: Tensor, chunk: Chunk) -
     n, rows = chunk.n_active, chunk.rows
     if isinstance(rows, Tensor):
         rows = rows[:n]
-    # A zero row of dlogits adds nothing to dW, unless the hidden state is NaN, as it may be for a dead token.
+    # A zero row of dlogits adds nothing to dW, unless the hidden state is NaN, as it may be for a masked token.
     return dlogits[:n], hidden[:n].masked_fill(idle[:n, None], 0.0), rows

@@ -69,7 +69,7 @@ def _chunks(head: Head, live: Tensor, idle: Tensor | None, needs: Needs, plan: P
 
 
 def _per_token(head: Head, request: RowRequest) -> Tensor:
-    """Return zeros, the results of dead tokens."""
+    """Return zeros, the results of masked tokens."""
     dtype = accumulate_dtype(head.hidden.dtype)
     return torch.zeros(request.live.shape, dtype=dtype, device=request.live.device)
 
@@ -156,7 +156,7 @@ def _(
 
 
 def _no_loss(head: Head, request: RowRequest, scalars: ObjectiveScalars) -> RowsLoss:
-    """Return the results of dead tokens."""
+    """Return the results of masked tokens."""
     zeros = _per_token(head, request)
     return RowsLoss(
         loss=torch.zeros((), dtype=torch.float64, device=zeros.device),

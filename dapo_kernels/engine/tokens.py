@@ -112,7 +112,7 @@ def _high_entropy(call: PolicyCall, entropy: Tensor) -> Tensor:
 
 
 def _covariance_penalty(call: PolicyCall, kl_cov: tuple[float, float], logprobs: Tensor) -> Tensor:
-    """Return the mean of u·coef·|ℓ − ℓ_old| on the selected tokens (Cui et al. 2025, eq. 13). u is the importance
+    """Return the mean of u·coef·|ℓ − ℓ_old| on the selected tokens (the code of Cui et al. 2025). u is the importance
     weight: as in verl, the penalty is part of the policy loss.
     """
     tokens, chosen = call.tokens, call.selection

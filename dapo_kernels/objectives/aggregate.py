@@ -47,7 +47,7 @@ def token_weights(
     dtype: torch.dtype,
     groups: PromptGroups | None = None,
 ) -> Tensor:
-    """Return the weight of every token in the scalar loss, [N] of ``dtype``; exactly 0 on dead tokens.
+    """Return the weight of every token in the scalar loss, [N] of ``dtype``; exactly 0 on masked tokens.
 
     Args:
         live: bool [N].

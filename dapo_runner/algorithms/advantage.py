@@ -88,7 +88,7 @@ def make_sequences(groups: Iterable[Group], config: AdvantageConfig, step: int =
     ]
     if not config.by_token:
         return sequences
-    # The learner turns the reward of the last token into advantages.
+    # The trainer turns the reward of the last token into advantages.
     return [replace(x, advantages=torch.zeros_like(x.advantages), reward=float(x.advantages[-1])) for x in sequences]
 
 

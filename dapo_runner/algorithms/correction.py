@@ -1,6 +1,6 @@
 """Measure and correct the mismatch between the log-probs of engine and trainer.
 
-With μ the engine's probability of a sampled token, π the learner's before any update of the step, Δ = log π − log μ
+With μ the engine's probability of a sampled token, π the trainer's before any update of the step, Δ = log π − log μ
 and means over the n tokens of a step that train:
 
     rollout_gap, rollout_gap_max    mean and largest |Δ|

@@ -143,7 +143,7 @@ class Learner:
 
     def _add_old_logprobs(self, mini: MiniBatch) -> None:
         assert self.loss.objective is not None
-        correction, from_engine = self.config.rollout.correction, self.config.loss.old_logprobs == "rollout"
+        correction, from_engine = self.config.rollout.correction, self.config.loss.old_logprobs == "engine"
         unknown = self.world.any(any(not batch.old_logprobs.isfinite().all() for batch in mini.micro_batches))
         if not from_engine:
             # The first update's forward pass also gives the old log-probs, unless they are needed earlier.

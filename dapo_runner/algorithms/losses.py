@@ -1,4 +1,4 @@
-"""The losses of the learner: of single responses, of a teacher's distributions, of preference pairs.
+"""The losses of the trainer: of single responses, of a teacher's distributions, of preference pairs.
 
 All other parts of an update are the same for all losses (`learner.py`). Each loss has
 

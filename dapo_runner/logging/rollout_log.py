@@ -141,7 +141,7 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
 
 def _token_record(sample: Sample, sequence: TrainingSequence, values: TokenValues | None) -> dict[str, list[Any]]:
-    """Return one column per value of the response's tokens. The learner's columns are absent if the response does not
+    """Return one column per value of the response's tokens. The trainer's columns are absent if the response does not
     train, and null at tokens that do not train.
     """
     n = sample.completion.length

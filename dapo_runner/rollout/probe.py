@@ -40,7 +40,7 @@ class SyncProbe:
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         rollout, n_tokens = config.rollout, min(N_TOKENS, config.rollout.max_response_tokens)
         sampling = rollout.params(max_tokens=n_tokens, seed=config.run.seed, sampling_mask=rollout.sampling_mask)
-        if not rollout.sampling_mask:  # the learner's log-probs are over the whole vocabulary
+        if not rollout.sampling_mask:  # the trainer's log-probs are over the whole vocabulary
             sampling = replace(sampling, top_p=1.0, top_k=None, min_p=0.0)
         self.requests = make_requests(prompts[:N_PROMPTS], sampling) if rollout.probe else []
         self.highest = BOUNDS[config.model.dtype]

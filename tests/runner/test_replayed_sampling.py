@@ -96,7 +96,7 @@ def test_the_update_is_that_of_what_was_kept(policy: Policy, engine: HFEngine) -
     """Loss and log-probs by hand, whatever the packing."""
     vocab = policy.head.weight.shape[0]
     sequences = [s for s in with_lists(random_sequences(10, seed=2), vocab) if s.mask[1:].any()]
-    learner = Learner(policy, make_config(loss={"old_logprobs": "rollout"}))
+    learner = Learner(policy, make_config(loss={"old_logprobs": "engine"}))
     found: list[tuple[float, dict[str, Tensor]]] = []
     for budget in (64, 1024):
         mini = pack_mini_batch(learner, sequences, budget)

@@ -131,7 +131,7 @@ def policy_step(
         engine, advantages = sequence.rollout_logprobs[1:][live].double(), sequence.advantages[1:][live].double()
         known = engine.isfinite()
         engine = engine.where(known, own.detach())  # without a log-prob of the engine, as if both agreed
-        from_engine = config.loss.old_logprobs == "rollout" or (sequence.age > 0 and correction.weights is None)
+        from_engine = config.loss.old_logprobs == "engine" or (sequence.age > 0 and correction.weights is None)
         ratio = (own - (engine if from_engine else own.detach())).exp()
         delta = own.detach() - engine
         weight = torch.tensor(correction_weights(delta.tolist(), correction), dtype=torch.float64)

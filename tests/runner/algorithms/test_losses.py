@@ -35,7 +35,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 POLICY_LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "at a temperature": {"rollout": {"temperature": 0.7}},
-    "ratio to the engine": {"loss": {"old_logprobs": "rollout"}},
+    "ratio to the engine": {"loss": {"old_logprobs": "engine"}},
     "mean over prompts": {"loss": {"overrides": {"aggregate": "prompt-mean-token-mean"}}},
     "dr_grpo": {"loss": {"objective": "dr_grpo"}},
     "kl": {"loss": {"overrides": {"kl_coef": 0.3}}, "rollout": {"temperature": 0.7}},

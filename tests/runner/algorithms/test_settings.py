@@ -51,7 +51,7 @@ def test_matched_sets_every_part_and_a_recipe_overrides_each() -> None:
     for sections in ({"distillation": None}, {"preference": None}, {"rollout": {"correction": {}}}, {"rollout": {}}):
         assert matched(**sections).rollout.correction == config.rollout.correction  # set nothing
     for sections in (
-        {"loss": {"old_logprobs": "rollout"}},
+        {"loss": {"old_logprobs": "engine"}},
         {"distillation": {"teacher": "x"}},
         {"preference": {}, "optimizer": {"token_budget": 50000}},
     ):

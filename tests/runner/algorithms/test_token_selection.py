@@ -29,7 +29,7 @@ SELECTING: dict[str, dict[str, Any]] = {
 CLIP_COV = {"objective": "clip_cov", "overrides": SELECTING["clip_cov"]}
 
 
-@pytest.mark.parametrize(("old", "stale"), [("rollout", set(range(8))), ("learner", {1, 2, 6})])
+@pytest.mark.parametrize(("old", "stale"), [("engine", set(range(8))), ("trainer", {1, 2, 6})])
 def test_clip_cov_leaves_alone_what_the_clip_has_stopped(model_folder: Path, old: str, stale: set[int]) -> None:
     """By the engine's log-probs all tokens are outside the clip. On-policy these count for a stale response only."""
     learner = learner_of(model_folder, loss={**CLIP_COV, "old_logprobs": old}, optimizer={"token_budget": 40})
@@ -44,14 +44,14 @@ def test_clip_cov_leaves_alone_what_the_clip_has_stopped(model_folder: Path, old
         assert not bool((chosen & ~batch.mask).any())
         found |= set(batch.sequence_ids.repeat_interleave(torch.tensor(batch.lengths))[chosen].tolist())
     assert not found & stale
-    assert bool(found) == (old == "learner")
+    assert bool(found) == (old == "trainer")
 
 
 @pytest.mark.parametrize("name", SELECTING)
 def test_the_gradient_is_that_of_one_call_over_everything(model_folder: Path, name: str) -> None:
     """The loss of `dapo_kernels`, left to select by itself."""
     sequences, found = random_sequences(12), []
-    loss = {"objective": name, "overrides": SELECTING[name], "old_logprobs": "rollout"}
+    loss = {"objective": name, "overrides": SELECTING[name], "old_logprobs": "engine"}
     for budget in (24, 1024):
         learner = learner_of(model_folder, loss=loss, optimizer={"token_budget": budget})
         (mini,) = learner.prepare(sequences)
@@ -89,7 +89,7 @@ def of_training_tokens(values: dict[int, TokenValues], sequences: list[TrainingS
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "gmpo", "top_entropy"])
 def test_values_of_tokens_add_up_to_the_metrics_of_the_update(model_folder: Path, objective: str, budget: int) -> None:
     sections = {"logging": {"rollouts": {"per_token": True, "groups": None}}, "optimizer": {"token_budget": budget}}
-    learner = learner_of(model_folder, **sections, loss={"objective": objective, "old_logprobs": "rollout"})
+    learner = learner_of(model_folder, **sections, loss={"objective": objective, "old_logprobs": "engine"})
     sequences = random_sequences(12)
     (mini,) = learner.prepare(sequences)
     own = {i: learner.logprobs(pack([sequences[i]], 256)[0]) for i, x in enumerate(sequences) if x.mask.any()}

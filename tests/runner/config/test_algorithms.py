@@ -107,8 +107,8 @@ def test_no_algorithm_is_dapo() -> None:
         ("algorithm=grpo rollout.correction.weights=token", "rollout.correction.weights=token"),
         ("algorithm=dapo distillation.teacher=x", "distillation=a section"),
         ("algorithm=reinforce_pp_baseline reward.kl.coef=0.05", "reward.kl=a section"),
-        ("algorithm=dapo loss.old_logprobs=rollout", "loss.old_logprobs=rollout"),
-        ("algorithm=dppo_tv loss.old_logprobs=learner", "loss.old_logprobs=learner"),
+        ("algorithm=dapo loss.old_logprobs=engine", "loss.old_logprobs=engine"),
+        ("algorithm=dppo_tv loss.old_logprobs=trainer", "loss.old_logprobs=trainer"),
         ("algorithm=grpo optimizer.mini_batch_size=null loss.reference_ema=0.99", "loss.reference_ema=0.99"),
     ],
 )

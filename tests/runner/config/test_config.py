@@ -282,7 +282,7 @@ REFUSED = [
     ("reward.parts=[{use: 'a:f'}, {use: 'b:f'}]", "reward.parts", "f, f"),
     ("reward.calls.max_failed=1.0", "reward.calls.max_failed"),
     ("reward.overlong.cache_length=64", "reward.overlong.cache_length", "rollout.max_response_tokens=64"),
-    (f"{GAE} reward.kl.coef=0.1 loss.old_logprobs=rollout", "reward.kl", "loss.old_logprobs"),
+    (f"{GAE} reward.kl.coef=0.1 loss.old_logprobs=engine", "reward.kl", "loss.old_logprobs"),
     ("reward.kind=judge", "reward.judge", "null"),
     ("reward.judge.model=m", "reward.judge", "a section"),
     ("data.chat_template_kwargs={tokenize: true}", "data.chat_template_kwargs", "tokenize"),

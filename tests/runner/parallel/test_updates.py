@@ -35,7 +35,7 @@ OFF_POLICY: dict[str, dict[str, Any]] = {  # log-probs of an engine that is anot
 CASES: dict[str, Case] = {
     **{name: {"loss": {"objective": name}} for name in ("dapo", "gspo", "kl_cov", "top_entropy")},
     **{
-        name: {"loss": {"objective": name, "old_logprobs": "rollout", "overrides": overrides}}
+        name: {"loss": {"objective": name, "old_logprobs": "engine", "overrides": overrides}}
         for name, overrides in OFF_POLICY.items()
     },
     "clip_cov": {"loss": {"objective": "clip_cov", "overrides": {"clip_cov": (0.2, -10.0, 10.0)}}},
