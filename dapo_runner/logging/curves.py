@@ -24,9 +24,8 @@ BY_CORRECTNESS = ("sampling/all_incorrect", "sampling/mixed", "sampling/all_corr
 
 def read_curves(run: Path) -> Points:
     """Return all metrics in the logs of a run; empty without logs."""
-    metrics, timings = (
-        read_jsonl(run / name) if (run / name).is_file() else [] for name in (METRICS_FILE, TIMINGS_FILE)
-    )
+    paths = (run / METRICS_FILE, run / TIMINGS_FILE)
+    metrics, timings = (read_jsonl(path, "step", "kind") if path.is_file() else [] for path in paths)
     return collect([*metrics, *time_events(timings)])
 
 

@@ -26,7 +26,7 @@ def find_steps(run: Path, what: str = ROLLOUTS) -> dict[int, Path]:
     if steps := saved_steps(run / what):
         return steps
     path, kind = run / METRICS_FILE, "step" if what == ROLLOUTS else "eval"
-    is_logged = path.is_file() and any(event["kind"] == kind for event in read_jsonl(path))
+    is_logged = path.is_file() and any(event["kind"] == kind for event in read_jsonl(path, "kind"))
     unfinished = f"No {kind} of {run} has finished." if run.is_dir() else "There is no such folder."
     untrained = "No group was trained on, logging.rollouts.groups is 0, or it is a run of dapo sft."
     advice = untrained if is_logged else unfinished

@@ -20,6 +20,7 @@ import dapo_runner
 from dapo_kernels import metrics as loss_metrics
 from dapo_runner.config import TinyModelConfig
 from dapo_runner.errors import ConfigError
+from dapo_runner.files import append_jsonl
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging import speed
 from dapo_runner.logging.curves import collect, time_events
@@ -304,3 +305,6 @@ def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(tmp_path: Path)
     MetricsLog(tmp_path / TIMINGS_FILE).write(1, "step", {"seconds/rollout": 1.0})
     assert write_report(tmp_path) == tmp_path / REPORT_FILE
     assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")
+    append_jsonl(tmp_path / METRICS_FILE, [{"kind": "step", "train/loss": 0.5}])
+    with pytest.raises(ConfigError, match=f"{METRICS_FILE}:2: expected a JSON object"):
+        write_report(tmp_path)
