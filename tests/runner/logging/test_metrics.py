@@ -20,8 +20,7 @@ import dapo_runner
 from dapo_kernels import metrics as loss_metrics
 from dapo_runner.config import TinyModelConfig
 from dapo_runner.errors import ConfigError
-from dapo_runner.files import append_jsonl
-from dapo_runner.files import read_jsonl
+from dapo_runner.files import append_jsonl, read_jsonl
 from dapo_runner.logging import speed
 from dapo_runner.logging.curves import collect, time_events
 from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, title_and_unit
