@@ -46,7 +46,11 @@ LENGTH = (
     Metric("batch/length_max", "longest", GREY),
     Metric("eval/length", "held-out", ORANGE),
 )
-KL = (Metric("train/approx_kl", "old to new policy", BLUE), Metric("train/ref_kl", "to the reference", ORANGE))
+KL = (
+    Metric("train/approx_kl", "old to new policy", BLUE),
+    Metric("train/ref_kl", "to the reference", ORANGE),
+    Metric("train/reward_kl", "to the reference, in the reward", GREEN),
+)
 CLIPS = (
     Metric("train/clip_low", "low", ORANGE),
     Metric("train/clip_high", "high", BLUE),
