@@ -242,7 +242,7 @@ def _training(config: Config) -> Iterator[Check]:
     yield from check_schedule(config)
     yield "critic", critic is not None or config.advantage.kind != "gae", "a section ({}) with advantage.kind=gae"
     yield "critic.warmup_steps", critic is None or critic.warmup_steps < steps, f"fewer than the {steps} steps"
-    has_problems = bool(data.format == "arithmetic" or data.eval_size or data.eval)
+    has_problems = bool(data.eval_size or data.eval)
     yield "data.eval_size", config.run.early_stop is None or has_problems, "more than 0 with run.early_stop"
     fits = "reasoning_gym" not in config.reward.uses or bool(data.reasoning_gym)
     yield "data.reasoning_gym", fits, "tasks with reward reasoning_gym"

@@ -287,3 +287,4 @@ def _check_single_process(config: Config) -> None:
             f"parallel.gpus: expected {gpus} processes, got one. Start with `dapo launch RECIPE --gpus {gpus}`, or use "
             "--dry-run or --simulate"
         )
+    make_layout(config, 1, 1)

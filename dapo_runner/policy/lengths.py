@@ -27,7 +27,9 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
         if path is None:
             continue
         if download or is_local(path, "config.json"):
-            longest, setting = config.longest_sequence, "rollout.max_response_tokens"
+            is_evaluation = config.evaluation_tokens > config.rollout.max_response_tokens
+            longest = config.longest_sequence
+            setting = f"{'evaluation' if is_evaluation else 'rollout'}.max_response_tokens"
             found = check_length(key, path, config.model, longest, setting, local_files_only=not download)
             if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
                 _check_windows(config, found)

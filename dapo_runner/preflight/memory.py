@@ -106,7 +106,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
     whole, frozen = shape.parameters * size, 0 if lora is None else shape.parameters * size
-    shards, positions = gpus // config.parallel.replicate, config.optimizer.token_budget / config.parallel.sequence
+    shards, positions = -(-gpus // config.parallel.replicate), config.optimizer.token_budget / config.parallel.sequence
     reference = _parameters_of(config.reference_path, shape)
     has_masters, wide = gpus == 1 and (size != FLOAT32 or config.optimizer.offload), config.model.float32_logits
     states = {} if config.optimizer.offload and _on_gpus(config) else _states(config, shape)
@@ -172,7 +172,7 @@ def _states(config: Config, shape: ModelShape) -> dict[str, float]:
     """Return the bytes of the float32 tensors beside the weights, which `optimizer.offload` keeps on the host."""
     lora, gpus, is_rounded = config.model.lora, config.parallel.gpus, BYTES[config.model.dtype] != FLOAT32
     trained = (shape.parameters if lora is None else shape.adapter_parameters(lora)) * FLOAT32
-    shards, keeps_average = gpus // config.parallel.replicate, is_rounded and config.loss.reference_ema is not None
+    shards, keeps_average = -(-gpus // config.parallel.replicate), is_rounded and config.loss.reference_ema is not None
     return {
         "float32 masters": trained if gpus == 1 and (is_rounded or config.optimizer.offload) else 0,
         "gradients": trained / shards,

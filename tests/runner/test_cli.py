@@ -119,6 +119,7 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ("train RECIPE run.form=x@1", "run.form: 'from'"),
         ("train RECIPE parallel.gpus=4 parallel.sequence=4 --dry-run", "parallel.sequence"),  # it has two heads
         ("train RECIPE parallel.gpus=3 parallel.sequence=2 --dry-run", "parallel.sequence: expected a divisor of 3"),
+        ("train RECIPE parallel.replicate=2 --dry-run", "parallel.replicate: expected a divisor of 1, got 2"),
         ("train RECIPE parallel.gpus=4 optimizer.offload=true --dry-run", "optimizer.offload"),
         ("train nowhere.yaml", "nowhere.yaml"),
         ("launch RECIPE --gpus 0", "--gpus"),

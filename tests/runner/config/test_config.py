@@ -262,6 +262,8 @@ REFUSED = [
     ("run.from=here@last", "run.from", "RUN@STEP"),
     ("run.early_stop={patience: null}", "run.early_stop.patience", "target"),
     ("run.early_stop={target: 1} data={format: auto, path: x, eval_size: 0}", "data.eval_size", "run.early_stop"),
+    ("run.early_stop={target: 1} data.eval_size=0", "data.eval_size", "run.early_stop"),
+    ("sampler.curriculum.rest=1001", "sampler.curriculum.rest", "1000"),
     ("logging.progress=no", "logging.progress", "'off'", "'no'"),
     ("model.path=x", "model.path", "tiny"),
     ("model.tiny.heads=3", "model.tiny.heads", "3"),

@@ -172,6 +172,8 @@ def test_several_processes_without_a_launcher_are_refused(monkeypatch: pytest.Mo
     """Each would train alone, in one folder."""
     with refused("parallel.gpus"):
         open_world(config(gpus=2))
+    with refused("parallel.sequence: expected a divisor of 1, got 2"):
+        open_world(config(sequence=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused("WORLD_SIZE=2"):
         open_world(config())

@@ -96,6 +96,9 @@ def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
     assert line.startswith("model.path: some/nowhere ")
     with refused("rollout.max_response_tokens"):
         check_lengths(parse(raw, Config), "some/bad", download=False)
+    raw["evaluation"]["max_response_tokens"] = raw["rollout"]["max_response_tokens"] + 1
+    with refused("evaluation.max_response_tokens"):
+        check_lengths(parse(raw, Config), "some/good", download=False)
 
 
 @pytest.mark.parametrize(
