@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -312,12 +312,17 @@ def _prepare(model: Any, config: ModelConfig) -> None:
         torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
+@cache
+def _compiled(function: Callable[..., T]) -> Callable[..., T]:
+    return torch.compile(function, dynamic=True)  # again for each call of a layer would take longer than the layer
+
+
 @torch.compiler.disable
 def _checkpoint(config: ModelConfig, layer: Callable[..., T], *arguments: Any) -> T:
     """Checkpoint a layer. With ``offload`` its inputs are in host memory until the backward pass."""
     if config.compile and isinstance(layer, partial) and isfunction(layer.func):
         # transformers from 5.23 on passes ``forward``, not a compiled call
-        layer = partial(torch.compile(layer.func, dynamic=True), *layer.args, **layer.keywords)
+        layer = partial(_compiled(layer.func), *layer.args, **layer.keywords)
     offload = config.gradient_checkpointing == "offload"
     # Not transformers' own context: it pins memory, which fails without CUDA.
     with save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():

@@ -122,15 +122,15 @@ def call_with_timeout(seconds: float, function: Callable[[], Any], is_async: boo
     connections that a function keeps open belong to it.
     """
     if is_async:
-        future = asyncio.run_coroutine_threadsafe(function(), _event_loop())
+        future = asyncio.run_coroutine_threadsafe(function(), event_loop())
     elif threading.current_thread() is threading.main_thread():
         return _call_with_alarm(seconds, function)
     else:
         future = in_thread(function)
     if not wait([future], seconds).done:
         future.cancel()
-        if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop())], 1.0).done:
-            _event_loop.cache_clear()  # a function blocks the loop: other calls get a new one
+        if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), event_loop())], 1.0).done:
+            event_loop.cache_clear()  # a function blocks the loop: other calls get a new one
         raise CallTimeoutError(seconds)
     return future.result()
 
@@ -155,7 +155,7 @@ def _call_with_alarm(seconds: float, function: Callable[[], Any]) -> Any:
 
 
 @cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:

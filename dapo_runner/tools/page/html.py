@@ -62,7 +62,7 @@ def contents(runs: Sequence[Path]) -> dict[str, Any]:
         points = read_curves(run)
         panels |= dict.fromkeys(panels_of(points))
         finite = {
-            key: (steps, [value if math.isfinite(value) else None for value in values])
+            key: (steps, [float(f"{value:.6g}") if math.isfinite(value) else None for value in values])
             for key, (steps, values) in points.items()
         }
         about = {key: settings[key] for key in ABOUT if settings.get(key) is not None}

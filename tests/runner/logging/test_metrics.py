@@ -34,7 +34,7 @@ from dapo_runner.logging.metrics import (
 )
 from dapo_runner.logging.progress import make_progress
 from dapo_runner.logging.reflection import reflection_metrics
-from dapo_runner.logging.report import REPORT_FILE, draw, write_report
+from dapo_runner.logging.report import MOST_BARS, REPORT_FILE, draw, write_report
 from dapo_runner.logging.speed import training_flops
 from dapo_runner.rollout.group_buffer import SamplingStats, counts_of
 from dapo_runner.tiny_model import make_model, make_tokenizer
@@ -285,6 +285,9 @@ def test_empty_panels_are_left_out_and_a_stack_survives_steps_that_generated_not
     (ax,) = draw(collect(events), "run").axes
     assert [bar.get_y() + bar.get_height() for bar in ax.containers[-1]] == pytest.approx([1.0, 1.0])
     assert ax.get_ylim()[0] < 0.0 < 1.0 < ax.get_ylim()[1]  # shares of 0 and 1 are seen
+    (ax,) = draw(collect([{"step": step, **shares} for step in range(MOST_BARS + 1)]), "run").axes
+    assert (len(ax.containers), len(ax.collections)) == (0, 3)  # a long run has areas instead of bars
+    assert ax.collections[-1].get_datalim(ax.transData).y1 == pytest.approx(1.0)
 
 
 def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(tmp_path: Path) -> None:

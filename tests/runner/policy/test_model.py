@@ -185,10 +185,15 @@ def test_a_model_of_the_hub_may_checkpoint_any_function(
     compiled: bool, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of transformers give a ``functools.partial``."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compilations, compiler = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: (compilations.append(f), compiler(f, backend="eager"))[1])
     model = load(model_folder, gradient_checkpointing="offload", compile=compiled).model
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    assert torch.equal(model.model.layers[0]._gradient_checkpointing_func(layer.__call__, x), layer(x))
+    call = model.model.layers[0]._gradient_checkpointing_func
+    assert torch.equal(call(layer.__call__, x), layer(x))
+    for _ in range(2):  # as transformers from 5.23 on
+        assert torch.equal(call(partial(torch.nn.Linear.forward, layer), x), layer(x))
+    assert compilations.count(torch.nn.Linear.forward) == compiled
 
 
 def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path) -> None:

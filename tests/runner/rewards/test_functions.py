@@ -23,7 +23,7 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.loop import train
-from dapo_runner.rewards.calls import CallTimeoutError, RewardError, call_with_timeout
+from dapo_runner.rewards.calls import CallTimeoutError, RewardError, call_with_timeout, event_loop
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.threads import map_in_threads
 from dapo_runner.types import Completion, Group, Prompt, Verdict
@@ -256,7 +256,9 @@ def test_one_event_loop_serves_every_batch_also_after_an_exit(config_of: MakeCon
             if rows[0]['number'] == 9: raise SystemExit(3)
             return [1.0] * len(completions)"""
     config = config_of(body)
+    event_loop.cache_clear()
     scorer = Scorer(config)
+    assert event_loop.cache_info().currsize == 1  # before threads could make one each
     scorer(*batch(2, 1))
     with pytest.raises(RewardError):
         scorer(*batch(10, 1))
