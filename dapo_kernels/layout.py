@@ -201,7 +201,7 @@ class Layout:
             raise self.fail(
                 "sampling_mask.offsets", f"non-decreasing from 0 to K={len(ids)}", _short(lists.offsets.tolist())
             )
-        if readable(ids):
+        if readable(ids) and all(x.data_ptr() for x in (ids, offsets, request.live)):  # not of wrappers, nor empty
             _check_once(self, ids, offsets, request.live)
         if on_host(ids):  # takes a quarter of the time of searchsorted
             rows = torch.repeat_interleave(counts, output_size=ids.shape[0])

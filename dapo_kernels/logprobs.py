@@ -88,7 +88,7 @@ def token_logprobs(
         request = layout.request(target_ids, temperature, layout.live(None), entropy, sampling_mask)
         kind = call_from_logits(logits), starts_of_rows(logits)
         backend_name = backend_for("token_logprobs", logits.device, logits.dtype, logits.shape[-1], *kind)
-        in_place = inplace_backward and from_rows.may_work_in_place(logits)
+        in_place = inplace_backward and from_rows.may_work_in_place(logits, *request)
         if in_place:
             check_rows_apart(layout, logits)
     server = shared_server(layout, shard, logits, backend_name, request, valid_vocab)

@@ -346,7 +346,7 @@ def _from_logits(
         in_place = check_flag(layout, "inplace_backward", options.pop("inplace_backward", False))
         call, request = _row_call(layout, target_ids, old_logprobs, advantages, objective, options)
         # The in-place form has no effect in a compiled graph: the compiler plans buffers itself.
-        in_place = in_place and from_rows.may_work_in_place(logits)
+        in_place = in_place and from_rows.may_work_in_place(logits, *request, *call.tokens)
         in_one_kernel = in_place and call.one_visit and shard is None
         kind = call_from_logits(logits, in_one_kernel, request.want_entropy), starts_of_rows(logits)
         backend_name = backend_for(caller, logits.device, logits.dtype, logits.shape[-1], *kind)

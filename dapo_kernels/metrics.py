@@ -83,7 +83,6 @@ def _versions(tokens: PerToken) -> list[int] | None:
     return None if any(map(Tensor.is_inference, given)) else [x._version for x in given]
 
 
-@torch.no_grad()
 def token_sums(tokens: PerToken) -> dict[str, Tensor]:
     """Return the sums. Unknown ones have no key: an entropy of 0 would look like a collapsed policy."""
     live, logprobs, old_logprobs, ref_logprobs, log_ratio, clip_hit, ref_kl, entropy = tokens

@@ -153,7 +153,7 @@ def preference_loss(
         request = layout.request(target_ids, temperature, call.live, want_entropy)
         kind = call_from_logits(logits), starts_of_rows(logits)
         backend_name = backend_for(layout.caller, logits.device, logits.dtype, logits.shape[-1], *kind)
-        in_place = in_place and from_rows.may_work_in_place(logits)
+        in_place = in_place and from_rows.may_work_in_place(logits, *request)
         if in_place:
             check_rows_apart(layout, logits)
     server = shared_server(layout, shard, logits, backend_name, request, valid, call)

@@ -31,7 +31,7 @@ from dapo_kernels.engine.gradients import (
     wants_float32_sums,
 )
 from dapo_kernels.engine.operators import check_first_backward, operator, scaled
-from dapo_kernels.engine.rows import given_slopes
+from dapo_kernels.engine.rows import given_slopes, without_logprobs
 from dapo_kernels.engine.shards import Widths, backend_of
 from dapo_kernels.engine.wrapped import stats_before_gradient
 from dapo_kernels.objectives.own import OwnLoss, registered, user_slopes
@@ -138,7 +138,7 @@ linear_grad.has_no_gradient()
 
 
 def _keep_for_stats(stats: RowStats, head: Head, request: RowRequest, plan: Plan) -> tuple[Any, ...]:
-    return head, request, plan._replace(main_grad=None), stats, Unsaved([plan.main_grad])
+    return head, request, plan._replace(main_grad=None), without_logprobs(stats), Unsaved([plan.main_grad])
 
 
 @linear_stats.gradient(_keep_for_stats, "logprobs", "entropy")

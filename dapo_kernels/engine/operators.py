@@ -224,7 +224,10 @@ class Operator:
             self._leave_for_backward(ctx, result, records)
             return result if self._single else tuple(result)
 
-        members = {"forward": staticmethod(forward), "backward": staticmethod(self._backward_pass)}
+        def backward(ctx: Any, *grads: Any) -> Any:  # a function: dynamo accepts no bound method
+            return self._backward_pass(ctx, *grads)
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         return type(self.name, (torch.autograd.Function,), members)
 
     def has_no_gradient(self) -> None:

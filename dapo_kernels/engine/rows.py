@@ -93,13 +93,18 @@ def _(logits: Tensor, request: RowRequest, stats: RowStats, slopes: Slopes, serv
 logits_grad.has_no_gradient()
 
 
+def without_logprobs(stats: RowStats) -> RowStats:
+    """Return what the backward pass needs: a caller may change the log-probs before, as those of eager PyTorch."""
+    return stats._replace(logprobs=stats.norm[:, 0])  # of the same shape
+
+
 def given_slopes(stats: RowStats, grads: RowStats, want_entropy: bool) -> Slopes:
     """Return the gradients of row statistics from autograd as slopes; None if the entropy's is not needed."""
     logprobs = torch.zeros_like(stats.logprobs) if grads.logprobs is None else grads.logprobs.contiguous()
     return Slopes(logprobs, grads.entropy.contiguous() if want_entropy and grads.entropy is not None else None)
 
 
-@logits_stats.gradient(lambda stats, *inputs: (*inputs, stats), "logprobs", "entropy")
+@logits_stats.gradient(lambda stats, *inputs: (*inputs, without_logprobs(stats)), "logprobs", "entropy")
 def _(
     ctx: Any, logits: Tensor, request: RowRequest, server: Server, stats: RowStats, grads: RowStats
 ) -> dict[str, Tensor]:
@@ -127,7 +132,7 @@ def _(logits: Tensor, request: RowRequest, tokens: Tokens, scalars: ObjectiveSca
 
 
 def _keep_for_loss(out: RowsSlopes, logits: Tensor, request: RowRequest, *inputs: Any) -> tuple[Any, ...]:
-    return logits, request, out.stats, out.slopes, inputs[-1]
+    return logits, request, without_logprobs(out.stats), out.slopes, inputs[-1]
 
 
 @logits_loss.gradient(_keep_for_loss, "loss")
@@ -143,10 +148,11 @@ def _(
 _REMEDY = "Call with inplace_backward=False to repeat it."
 
 
-def may_work_in_place(logits: Tensor) -> bool:
-    """Return whether ``logits`` is an ordinary tensor that needs a gradient, in eager mode."""
+def may_work_in_place(logits: Tensor, *others: Any) -> bool:
+    """Return whether ``logits`` needs a gradient, and it and the tensors of ``others`` are ordinary, in eager mode."""
     wants_grad = torch.is_grad_enabled() and logits.requires_grad
-    return wants_grad and not torch.compiler.is_compiling() and ordinary((logits,))
+    tensors = [x for x in (logits, *others) if isinstance(x, Tensor)]
+    return wants_grad and not torch.compiler.is_compiling() and ordinary(tensors)
 
 
 class StatsInPlace(torch.autograd.Function):

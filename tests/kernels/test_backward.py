@@ -12,9 +12,11 @@ import pytest
 import torch
 from cases import Case, linear_case, logits_case
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 
 from dapo_kernels import (
+    SamplingMask,
     dapo_loss,
     linear_dapo_loss,
     linear_distillation_loss,
@@ -228,6 +230,59 @@ def test_without_a_graph_and_of_constants(backend: str, kind: str) -> None:
         for x in (case.old_logprobs, case.advantages):
             x.requires_grad_()
     assert not scalar(kind.removesuffix("_inplace"), case, *(leaf.detach() for leaf in leaves)).requires_grad
+
+
+WRAPPED = ("target_ids", "old_logprobs", "advantages", "mask", "importance_weights")
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_in_place_a_tensor_of_a_collective_is_read(backend: str, name: str) -> None:
+    """Its own memory has no address: a kernel would take it as not given."""
+    case = case_of("loss_inplace")
+    found = []
+    for wrap in (lambda x: x, AsyncCollectiveTensor):
+        given = {key: wrap(x) if key == name else x for key, x in case.tensors(*WRAPPED).items()}
+        (leaf,) = leaves_of("loss_inplace", case)
+        loss = dapo_loss(leaf * 1, **given, inplace_backward=True).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-8)
+
+
+def test_a_sampling_mask_of_a_collective_or_a_transform_is_read() -> None:
+    case = case_of("stats")
+    lists = SamplingMask.from_lists([sorted({1, 2, int(x)}) for x in case.target_ids])
+    wide = SamplingMask(lists.ids.long(), lists.offsets.long())
+
+    def logprobs(ids: Tensor) -> Tensor:
+        mask = SamplingMask(ids, wide.offsets)
+        return token_logprobs(case.leaves["logits"], case.target_ids, sampling_mask=mask).logprobs
+
+    expected = logprobs(lists.ids)
+    for found in (logprobs(AsyncCollectiveTensor(wide.ids)), torch.func.functionalize(logprobs)(wide.ids)):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["loss", "loss, gspo", "stats", "linear_stats", "linear_loss"])
+def test_results_may_be_changed_before_the_backward_pass(backend: str, kind: str) -> None:
+    """As the log-probs of ``log_softmax`` and ``gather``."""
+    case = case_of(kind)
+    per_token = case.tensors("target_ids", "old_logprobs", "advantages")
+    found = []
+    for changes in (False, True):
+        leaves = leaves_of(kind, case)
+        if "stats" in kind:
+            call: Any = linear_token_logprobs if kind.startswith("linear") else token_logprobs
+            logprobs = call(*leaves, case.target_ids).logprobs
+            loss = ((logprobs.sub_(case.old_logprobs) if changes else logprobs) * case.advantages).sum()
+        else:
+            call = linear_dapo_loss if kind.startswith("linear") else dapo_loss
+            objective = "gspo" if "gspo" in kind else "dapo"
+            out = call(*leaves, **per_token, cu_seqlens=case.cu_seqlens, objective=objective)
+            loss = out.loss
+            if changes:
+                out.logprobs.zero_()
+        found.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_nothing_outlives_a_call() -> None:

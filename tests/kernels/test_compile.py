@@ -139,6 +139,19 @@ def test_new_lengths_and_new_numbers_of_an_objective(objective: str) -> None:
         torch.testing.assert_close(run(*args), loss(*args), rtol=1e-6, atol=1e-7)
 
 
+def test_compiled_autograd_of_an_eager_call() -> None:
+    case = logits_case(vocab=37, lengths=(19,), seed=0)
+    tokens = case.tensors("target_ids", "old_logprobs", "advantages", "mask")
+    found = []
+    for compiles in (False, True):
+        leaf = case.fresh()["logits"]
+        out = dapo_loss(leaf, **tokens)
+        with torch._dynamo.config.patch(compiled_autograd=compiles):
+            (torch.compile(out.loss.backward, backend="aot_eager") if compiles else out.loss.backward)()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_the_context_of_another_thread_ends_none_but_itself() -> None:
     """And it ends where it is left, in another ``contextvars.Context`` too, although that is an error."""
 
