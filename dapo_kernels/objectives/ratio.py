@@ -51,7 +51,6 @@ def clipped_log_ratio(
     return None if old_logprobs is None else logprobs - old_logprobs
 
 
-@torch.no_grad()
 def sequence_weight(
     objective: Objective,
     logprobs: Tensor,
@@ -65,7 +64,7 @@ def sequence_weight(
     if not objective.sequence_weight or old_logprobs is None:
         return None
     assert sequence_ids is not None
-    delta = logprobs - old_logprobs
+    delta = (logprobs - old_logprobs).detach()
     weight = torch.ones_like(delta)
     if objective.vespo is not None:
         k, decay, k_negative, decay_negative = objective.vespo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -137,6 +138,18 @@ def test_new_lengths_and_new_numbers_of_an_objective(objective: str) -> None:
     for n_tokens, last in ((5, 2.0), (7, 2.0), (9, 1.5)):
         args = (*-torch.rand(2, 2, n_tokens), torch.randn(2, n_tokens), last)
         torch.testing.assert_close(run(*args), loss(*args), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("objective", ["dapo", "vespo"])
+def test_an_exported_loss_is_saved(objective: str) -> None:
+    class Loss(torch.nn.Module):
+        def forward(self, logits: Tensor, *tokens: Tensor) -> Tensor:
+            return dapo_loss(logits, *tokens, objective=objective).loss
+
+    args = torch.randn(2, 5, 11), torch.randint(11, (2, 5)), -torch.rand(2, 5), torch.randn(2, 5)
+    torch.export.save(torch.export.export(Loss(), args), file := io.BytesIO())
+    file.seek(0)
+    torch.testing.assert_close(torch.export.load(file).module()(*args), Loss()(*args))
 
 
 def test_compiled_autograd_of_an_eager_call() -> None:
