@@ -110,12 +110,12 @@ def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokeniz
     rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data)
     targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"] if pairs else []
     for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
-        length = len(before) + len(after) + 1
+        end = [] if after[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
+        length = len(token_ids := torch.tensor([*before, *after, *end]))
         if length > data.max_tokens:
             found.report["longer than data.max_tokens"] += 1
             continue
         name = hashlib.sha256(f"{text}\0{pair.completion}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
         mask = torch.arange(length) >= len(before)
-        token_ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
         found.sequences[name] = TrainingSequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
         prompts.append(Prompt(name, before, text, pair.completion))

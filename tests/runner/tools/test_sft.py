@@ -71,6 +71,7 @@ VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdic
     ("row", "data", "prompt"),
     [
         ({"prompt": "1+2=", "completion": "3"}, {}, "1+2="),
+        ({"prompt": "1+2=", "completion": "3<eos>"}, {}, "1+2="),  # which ends only once
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, "1+2="),
         ({"messages": CHAT}, {"system": "7"}, "7\n\n1+2="),
         ({"talk": CHAT}, {"columns": {"messages": "talk"}}, "1+2="),
