@@ -30,7 +30,7 @@ class RunError(RuntimeError):
 
 def hide_users(text: str) -> str:
     """Return a text with `***` in place of users and passwords in addresses."""
-    return re.sub(r"(\w+://)\S*@|(?=[^\s/@]*:)[^\s/]*@", r"\1***@", text)
+    return re.sub(r"(?<!\S)\S*@", lambda x: re.sub(r"\b(\w+://).*@|(?<![^/@])(?=[^/@]*:)[^/]*@", r"\1***@", x[0]), text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
