@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import threading
@@ -27,6 +28,8 @@ def on_ranks(n_ranks: int, function: Callable[..., None], *args: Any) -> None:
 def _rank(rank: int, n_ranks: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     threading.Thread(target=_end_with_tests, daemon=True).start()
     torch.set_num_threads(1)
+    gc.freeze()  # collections leave out what all ranks have
+    gc.set_threshold(50_000)
     for who in ("", "LOCAL_"):
         os.environ |= {f"{who}RANK": str(rank), f"{who}WORLD_SIZE": str(n_ranks)}
     # Fabric and accelerate want to see torchrun, or to start processes of their own.
