@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -163,7 +162,9 @@ def warm_up(model: Any, tokenizer: Any, config: Config, report: Callable[[str], 
     for step in range(1, settings.steps + 1):
         batch = rng.sample(examples, min(settings.batch_size, len(examples)))
         optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, step / LR_WARMUP)
-        loss = _next_token_loss(model, batch, tokenizer.pad_token_id)
+        ids = pad_sequence([ids for ids, _ in batch], batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels = pad_sequence([labels for _, labels in batch], batch_first=True, padding_value=-100)
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -202,7 +203,7 @@ def shares_solved_and_truncated(
 
 
 def _encode(problem: ArithmeticProblem, tokenizer: Any, config: Config, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a worked example and their targets, -100 but where the policy writes the next token."""
+    """Return the tokens of a worked example and their labels, -100 for those that the policy does not write."""
     assert config.model.tiny is not None
     warmup = config.model.tiny.warmup
     prompt = tokenizer(apply_template(config.data.prompt_template, problem.question))["input_ids"]
@@ -210,13 +211,13 @@ def _encode(problem: ArithmeticProblem, tokenizer: Any, config: Config, rng: ran
         turns = [with_repeats(worked_solution(problem), warmup.repeat, rng)]
     else:
         turns = turns_of_example(warmup.turns, problem, rng)
-    response, targets = list[int](), list[int]()
+    response, labels = list[int](), [-100] * len(prompt)
     for number, text in enumerate(turns):
         is_policy = number % 2 == 0
         tokens = [*tokenizer(text)["input_ids"], *([tokenizer.eos_token_id] if is_policy else [])]
         response += tokens
-        targets += tokens if is_policy else [-100] * len(tokens)
-    return torch.tensor(prompt + response), torch.tensor([-100] * (len(prompt) - 1) + targets + [-100])
+        labels += tokens if is_policy else [-100] * len(tokens)
+    return torch.tensor(prompt + response), torch.tensor(labels)
 
 
 def turns_of_example(use: str, problem: ArithmeticProblem, rng: random.Random) -> list[str]:
@@ -239,11 +240,3 @@ def _check_characters(source: str, text: str) -> None:
             f"{source}: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, got {unknown!r} "
             f"in {text!r:.200}. Set model.path to train a real model."
         )
-
-
-def _next_token_loss(model: Any, batch: list[tuple[Tensor, Tensor]], pad_id: int) -> Tensor:
-    """Return the mean cross-entropy over the targets."""
-    ids = pad_sequence([tokens for tokens, _ in batch], batch_first=True, padding_value=pad_id)
-    targets = pad_sequence([targets for _, targets in batch], batch_first=True, padding_value=-100)
-    logits = model(input_ids=ids, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

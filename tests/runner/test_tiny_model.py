@@ -68,12 +68,11 @@ def test_only_the_policys_turns_of_an_example_train(drawn: float, monkeypatch: p
     monkeypatch.chdir(ROOT)
     tokenizer, config = make_tokenizer((*WORDS, *TOOL_WORDS)), load_config(ROOT / "recipes/calculator.yaml")
     problem = ArithmeticProblem("*", (1234, 5678))  # 7006652
-    tokens, nexts = (tensor.tolist() for tensor in _encode(problem, tokenizer, config, Fixed(drawn)))
+    tokens, labels = (tensor.tolist() for tensor in _encode(problem, tokenizer, config, Fixed(drawn)))
     n = len("1234*5678=")
     assert tokenizer.decode(tokens[:n]) == "1234*5678="
-    assert nexts[: n - 1] == [-100] * (n - 1)
-    assert nexts[-1] == -100
-    response, targets = tokens[n:], nexts[n - 1 : -1]
+    assert labels[:n] == [-100] * n
+    response, targets = tokens[n:], labels[n:]
     assert all(target in (token, -100) for token, target in zip(response, targets, strict=True))
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1234*5678"}}</tool_call><eos>'
     poor = "(1234*5678)=7006652Answer: 7006652<eos>"
