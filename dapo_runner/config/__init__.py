@@ -2,10 +2,15 @@
 
 from dapo_runner.config.commands import ConvertConfig, SftConfig, SftDataConfig, StudyConfig, VariantConfig
 from dapo_runner.config.data import ArithmeticConfig, ColumnsConfig, DataConfig, EvalSetConfig
-from dapo_runner.config.environment import EnvironmentConfig
 from dapo_runner.config.reading import apply_overrides, check_config, dump_config, load_config, parse, read_recipe
 from dapo_runner.config.reward import AuxiliaryModel, JudgeConfig, JudgePrompt, OverlongConfig, RewardConfig
-from dapo_runner.config.rollout import CorrectionConfig, EvaluationConfig, RolloutConfig, SamplerConfig
+from dapo_runner.config.rollout import (
+    CorrectionConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    RolloutConfig,
+    SamplerConfig,
+)
 from dapo_runner.config.run import LoggingConfig, RolloutLogConfig, RunConfig
 from dapo_runner.config.section import failures, flatten, lay_over, lay_settings
 from dapo_runner.config.settings import Config, cautions, check_schedule, resolved
@@ -13,7 +18,6 @@ from dapo_runner.config.training import (
     AdvantageConfig,
     DistillationConfig,
     LoraConfig,
-    LossConfig,
     ModelConfig,
     OptimizerConfig,
     PreferenceConfig,
@@ -27,7 +31,7 @@ from dapo_runner.errors import ConfigError
 __all__ = [
     "AdvantageConfig", "ArithmeticConfig", "AuxiliaryModel", "ColumnsConfig", "Config", "ConfigError", "ConvertConfig",
     "CorrectionConfig", "DataConfig", "DistillationConfig", "EnvironmentConfig", "EvalSetConfig", "EvaluationConfig",
-    "JudgeConfig", "JudgePrompt", "LoggingConfig", "LoraConfig", "LossConfig", "ModelConfig", "OptimizerConfig",
+    "JudgeConfig", "JudgePrompt", "LoggingConfig", "LoraConfig", "ModelConfig", "OptimizerConfig",
     "OverlongConfig", "PreferenceConfig", "RewardConfig", "RolloutConfig", "RolloutLogConfig", "RunConfig",
     "SamplerConfig", "SegmentsConfig", "SftConfig", "SftDataConfig", "StudyConfig", "TinyModelConfig", "TreeShape",
     "VariantConfig", "WarmupConfig", "apply_overrides", "cautions", "check_config", "check_schedule", "dump_config",

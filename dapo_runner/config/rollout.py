@@ -1,4 +1,4 @@
-"""The settings of rollouts: engines and servers, sampling, order of prompts, accepted groups."""
+"""The settings of rollouts: engines and servers, sampling, environments, order of prompts, accepted groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
-from dapo_runner.config.section import Check, MayChange, NonNegativeInt, PositiveInt, Section, Share, spell
+from dapo_runner.config.section import BelowOne, Check, MayChange, NonNegativeInt, PositiveInt, Section, Share, spell
 from dapo_runner.types import SamplingParams
 
 # vLLM 0.32 raises smaller temperatures to 0.01 and rejects those above 2.
@@ -174,6 +174,21 @@ class RolloutConfig(SamplingConfig):
     def request_timeout(self) -> float:
         """Seconds for the responses to one prompt of a server, whose requests of earlier rounds go first."""
         return self.server.response_timeout * (1 + self.max_staleness)
+
+
+class EnvironmentConfig(Section):
+    """Sample episodes of several turns in place of single responses."""
+
+    kind: str | None = None  # module:Class; every episode makes an instance
+    tools: list[str] = []  # functions that the policy may call, each as module:function
+    max_turns: PositiveInt = 8  # turns of the policy in an episode
+    max_turn_tokens: PositiveInt | None = None  # limit of a turn; null: what is left of rollout.max_response_tokens
+    timeout: PositiveFloat = 60.0  # limit of a reset or of the answer to a turn; slower episodes are left out
+    max_failed: BelowOne = 0.0  # share of a rank's episodes in a round that may fail
+
+    def checks(self) -> Iterator[Check]:
+        yield "kind", ":" in self.kind if self.kind else bool(self.tools), "module:Class, or env.tools"
+        yield "tools", all(":" in name for name in self.tools), "module:name"
 
 
 class CurriculumConfig(Section):

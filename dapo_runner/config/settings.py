@@ -13,9 +13,8 @@ from dapo_kernels import Objective
 from dapo_kernels.objectives import resolve_objective
 from dapo_runner.config.algorithms import ALGORITHMS, with_algorithm, with_numerics
 from dapo_runner.config.data import DataConfig
-from dapo_runner.config.environment import EnvironmentConfig
 from dapo_runner.config.reward import RULES, RewardConfig
-from dapo_runner.config.rollout import EvaluationConfig, RolloutConfig, SamplerConfig
+from dapo_runner.config.rollout import EnvironmentConfig, EvaluationConfig, RolloutConfig, SamplerConfig
 from dapo_runner.config.run import RunConfig, TrainingConfig
 from dapo_runner.config.section import Check, MayChange, as_mappings, lay_over, read_key
 from dapo_runner.config.training import (
