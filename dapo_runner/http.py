@@ -100,9 +100,7 @@ async def request(
     limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT))
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) if use_proxy and not proxy_bypass(parts.hostname or "") else None
-    options: dict[str, Any] = {"headers": sent, "allow_redirects": False, "proxy": proxy}
-    if body is not None:
-        options["json"] = body
+    options: dict[str, Any] = {"json": body, "headers": sent, "allow_redirects": False, "proxy": proxy}
     try:
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=limits) as session,
