@@ -38,7 +38,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     make_layout(config, gpus, options.gpus)
     if config.run.device == "auto" and not torch.cuda.is_available():
         print(f"no CUDA GPU found: training on the CPU with {options.gpus} processes", file=sys.stderr)
-    arguments = [*_rendezvous(options), "-m", "dapo_runner", command, options.config, *overrides]
+    several = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
+    arguments = [*(several if options.nnodes > 1 else ["--standalone"]), "--nproc-per-node", str(options.gpus)]
+    arguments += ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
+    arguments += ["-m", "dapo_runner", command, options.config, *overrides]
     print(f"torchrun {shlex.join(arguments)}", flush=True)
     if options.dry_run:
         options.simulate = False
@@ -66,9 +69,3 @@ def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     first = min(failure.timestamp for failure in failures.values())
     together = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= first + 1]
     return min(together, key=lambda item: item[1].exitcode in (1, -signal.SIGTERM, -signal.SIGABRT, INTERRUPTED))
-
-
-def _rendezvous(options: argparse.Namespace) -> list[str]:
-    several = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
-    restarts = ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
-    return [*(several if options.nnodes > 1 else ["--standalone"]), "--nproc-per-node", str(options.gpus), *restarts]

@@ -13,7 +13,7 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3594,
+    "top": 3591,
     "engines": 2134,
     "rollout": 1081,
     "training": 2249,
