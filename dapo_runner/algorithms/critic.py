@@ -58,8 +58,7 @@ class Critic:
             mini.micro_batches[index] = replace(batch, values=values.to(batch.mask.device))
 
     def _local_values(self, batch: PackedBatch) -> Tensor:
-        values: Tensor = self.model.model.value_head(self.model.hidden_states(batch))
-        return values
+        return self.model.model.value_head(self.model.hidden_states(batch))
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError."""

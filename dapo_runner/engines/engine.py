@@ -129,8 +129,7 @@ class RolloutEngine(ABC):
 
 def engine_class(config: Config) -> type[RolloutEngine]:
     """Return the engine class of `rollout.engine`."""
-    found: type[RolloutEngine] = resolve_name(config.rollout.engine_spec.implementation)
-    return found
+    return resolve_name(config.rollout.engine_spec.implementation)
 
 
 @torch.no_grad()

@@ -208,8 +208,7 @@ class HFEngine(RolloutEngine):
         """Return the logits [B, V] after the last of ``ids``; ``mask`` covers the cache and ``ids``."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         options = {"use_cache": True, "logits_to_keep": 1, self.cache_argument: cache}
-        logits: Tensor = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **options).logits[:, -1]
-        return logits
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **options).logits[:, -1]
 
     def _completions(self, rows: list[_Row]) -> list[Completion]:
         texts = self.tokenizer.batch_decode([row.tokens for row in rows], skip_special_tokens=True)
