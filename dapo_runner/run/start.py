@@ -79,13 +79,15 @@ def open_run(config: Config, progress: Progress) -> Run:
 def _open_run(config: Config, context: RunContext) -> Run:
     world, note, device = context.world, context.progress.note, context.device
     start = world.broadcast_from_rank0(lambda: find_start(config, config.run_dir))
-    source = world.broadcast_from_rank0(lambda: _start_model(config, start, context.progress))
+    kind = engine_class(config)
+    saved = None if kind.takes_adapters(config) else start.checkpoint
+    source = world.broadcast_from_rank0(lambda: saved.model if saved else initial_model(config, context.progress))
     dataset = build_dataset(config, source, context)
     learner = build_learner(config, start.checkpoint, context)
     curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     sampler = DynamicSampler(cursor, GroupBuffer(config), context.progress.round)
-    engine = world.run_or_raise_everywhere(lambda: engine_class(config).load(source, config, device, world, note))
+    engine = world.run_or_raise_everywhere(lambda: kind.load(source, config, device, world, note))
     context.opened.callback(engine.close)
     trackers = open_trackers_on_rank0(config, start, context)
     # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
@@ -119,11 +121,6 @@ def _open_run(config: Config, context: RunContext) -> Run:
         last_completed_step=start.last_completed_step,
         owes_evaluation=bool(dataset.heldout) and owed,
     )
-
-
-def _start_model(config: Config, start: StartPoint, progress: Progress) -> str | Path:
-    is_merged = not engine_class(config).takes_adapters(config)
-    return start.checkpoint.model if start.checkpoint and is_merged else initial_model(config, progress)
 
 
 def find_start(config: AnyConfig, folder: Path) -> StartPoint:
