@@ -339,7 +339,7 @@ def test_a_model_that_the_checkpoint_holds_cannot_be_another(
 
 
 def test_many_prompts_are_left_out_of_collections(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo_runner.run.builders.MANY_PROMPTS", 1)
+    monkeypatch.setattr("dapo_runner.run.start.MANY_PROMPTS", 1)
     n_frozen = gc.get_freeze_count()
     with open_run(fork(), Notes()):
         assert gc.get_freeze_count() > n_frozen

@@ -17,9 +17,8 @@ from dapo_runner.logging.progress import Progress, make_progress
 from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer
-from dapo_runner.run.builders import build_learner
 from dapo_runner.run.context import RunContext, open_context
-from dapo_runner.run.start import find_start, load_start, open_log, open_trackers_on_rank0
+from dapo_runner.run.start import build_learner, find_start, load_start, open_log, open_trackers_on_rank0
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.tools.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, TrainingSequence
