@@ -32,16 +32,13 @@ def pack_shares(
 
     Together they hold every training token exactly once. A rank with less work gets micro-batches of padding. A
     sequence without a training token is left out. Stale sequences do not share a micro-batch with sequences of this
-    step, because their old log-probs come from elsewhere.
+    step, because their old log-probs come from elsewhere. Raises ValueError for a unit longer than the budget.
 
     Args:
         multiple: pad each micro-batch to a multiple of this many positions.
         hidden_size: of the model, for the cost of attention.
-        together: this many neighbours, of one age, stay in one micro-batch.
+        together: this many neighbours, of one age, are a unit that stays in one micro-batch.
         first_id: the first of the ``PackedBatch.sequence_ids``.
-
-    Raises:
-        ValueError: neighbours that stay together are longer than the budget.
     """
     indexed = list(enumerate(sequences, first_id))
     units = [indexed[start : start + together] for start in range(0, len(indexed), together)]

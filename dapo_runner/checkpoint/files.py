@@ -128,8 +128,7 @@ def prune(checkpoints: Path, keep: int | None = None) -> None:
 def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int) -> None:
     """Write the manifest, move the folder into place and remove all checkpoints but the newest ``keep``.
 
-    Args:
-        entries: known manifest entries, also of other ranks' files that a shared disk does not list here yet.
+    ``entries`` are known manifest entries, also of other ranks' files that a shared disk does not list here yet.
     """
     others = {path for path in unfinished.rglob("*") if path.is_file()} - {unfinished / name for name in entries}
     manifest = {**entries, **entries_of(others, unfinished)}

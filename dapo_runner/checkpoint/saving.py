@@ -22,13 +22,9 @@ from dapo_runner.threads import in_thread
 
 
 def save_checkpoint(folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> Checkpoint:
-    """Write a checkpoint after ``step`` steps and remove all but the newest ``keep``. Collective.
+    """Write a checkpoint with a ``snapshot`` from ``take_snapshot``; remove all but the newest ``keep``. Collective.
 
-    Args:
-        snapshot: the state from ``take_snapshot``.
-
-    Raises:
-        CheckpointError: a rank cannot write, or weights are not finite. All ranks raise it; earlier checkpoints stay.
+    Raises CheckpointError, on all ranks, if one cannot write or weights are not finite. Earlier checkpoints stay.
     """
     return _stage(folder, step, learner, snapshot, keep, copied=False)(learner.world)
 

@@ -129,19 +129,11 @@ def packed_attention(
     packing: Packing,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence. This has the interface of transformers' attention functions.
+    """Attend causally within each sequence: query [1, Hq, T, D], key and value [1, Hk, T, D] → [1, T, Hq, D], and None
+    for the weights. This has the interface of transformers' attention functions.
 
-    Dropout is not applied, because two passes over one policy must agree.
-
-    Args:
-        query: [1, Hq, T, D]; key and value [1, Hk, T, D].
-        attention_mask: from ``window_mask``; its width is the window.
-
-    Returns:
-        [1, T, Hq, D], and None for the weights.
-
-    Raises:
-        ConfigError: the model uses a feature that the kernel does not support.
+    The width of ``attention_mask``, from ``window_mask``, is the window. Dropout is not applied: two passes over one
+    policy must agree. Raises ConfigError if the model uses a feature that the kernel does not support.
     """
     scoring = _scoring(type(module).__name__, attention_mask, packing.kernel, options)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, D]

@@ -156,15 +156,10 @@ def resolve_device(name: str) -> torch.device:
 def load_model(
     path: str | Path, config: ModelConfig, device: torch.device, attention: str, dtype: torch.dtype | None = None
 ) -> Any:
-    """Load a causal language model of transformers in eval mode from safetensors.
+    """Load a causal language model of transformers in eval mode from safetensors. Raises ConfigError.
 
-    Code in the model's folder runs only with `model.trust_remote_code`. On the meta device no weights are read.
-
-    Args:
-        dtype: None for `model.dtype`.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
+    Code in the model's folder runs only with `model.trust_remote_code`. On the meta device no weights are read. The
+    default of ``dtype`` is `model.dtype`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -218,13 +213,10 @@ def load_policy(
     routing_replay: bool = False,
     role: Role = "policy",
 ) -> Policy:
-    """Load a model with packed attention and check its architecture with ``check_policy``.
+    """Load a model with packed attention and check its architecture with ``check_policy``. Raises ConfigError.
 
     With several ranks, rank 0 reads the files and the weights are sharded. ``seed`` initializes adapters, which only a
     policy has. A value head is new. The output head of a critic does not train, nor does a reference.
-
-    Raises:
-        ConfigError: the model cannot be loaded or trained packed, or its routing cannot be replayed.
     """
     if role in ("critic", "reference"):
         checkpointing = config.gradient_checkpointing if role == "critic" else False

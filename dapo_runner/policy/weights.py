@@ -30,11 +30,8 @@ def checkpoint_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Ite
     """Convert ``weights`` from names in memory to those that ``save_pretrained`` writes.
 
     transformers stores some weights differently in memory: the experts of a layer are one tensor. Only one layer is
-    held at a time.
-
-    Args:
-        model: of the same architecture; it may be on the meta device.
-        weights: pairs in the order of ``stored_tensors``, which keeps the tensors of a layer together.
+    held at a time, so ``weights`` must be in the order of ``stored_tensors``, which keeps those of a layer together.
+    ``model`` has the same architecture; it may be on the meta device.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
