@@ -62,7 +62,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def shared_loop() -> asyncio.AbstractEventLoop:
-    """Return the shared event loop of this process."""
     with _STARTING:
         return _start_loop(os.getpid())
 

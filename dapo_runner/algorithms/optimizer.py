@@ -41,7 +41,6 @@ class MasterWeights:
                     parameter.register_post_accumulate_grad_hook(partial(self._collect, master))
 
     def state_of(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer state of a master."""
         return {} if self.optimizer is None else self.optimizer.state.get(tensor, {})
 
     def is_finite(self) -> bool:

@@ -58,7 +58,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
-    """Return the configuration and the model to evaluate."""
     if (folder := Path(target)).is_dir():
         return _of_run(folder, overrides)
     config = load_config(find_recipe(target, "a run's folder, one of its checkpoints, a YAML file"), overrides)

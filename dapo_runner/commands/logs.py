@@ -51,7 +51,6 @@ def _print_time_split(path: Path) -> None:
 
 
 def watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Serve the page of runs on localhost and update it while they train."""
     for folder in options.run:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder}: expected the folder of a run, got a file")
@@ -69,7 +68,6 @@ def watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the rollouts of a step, or its responses to held-out problems, group by group."""
     console, what = Console(), EVALUATIONS if options.eval else ROLLOUTS
     if options.step is None and (options.group is not None or options.json):
         raise ConfigError("--group, --json: requires --step. Add it.")

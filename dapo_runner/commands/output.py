@@ -42,7 +42,6 @@ def quiet_libraries() -> None:
 
 
 def print_rows(rows: Mapping[str, str]) -> None:
-    """Print a table of labels and texts."""
     from rich.console import Console
     from rich.table import Table
 

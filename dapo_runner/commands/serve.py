@@ -65,7 +65,6 @@ def _check_free(url: str) -> None:
 
 
 def server_arguments(config: Config, model: str | Path, device: torch.device, url: str) -> list[str]:
-    """Return the arguments of `vllm serve` for a server at ``url``."""
     settings, (host, port) = config.rollout.server, host_and_port(url) or ("", 0)
     arguments = engine_arguments(model, config, device) | {
         "host": host,

@@ -208,7 +208,6 @@ def _tree(config: Config) -> Iterator[Check]:
 
 
 def _engine(config: Config) -> Iterator[Check]:
-    """Check the settings that not every engine supports."""
     rollout, name = config.rollout, f"with rollout.engine={config.rollout.engine}"
     spec, (low, high) = rollout.engine_spec, rollout.engine_spec.temperatures
     for key in ("rollout.temperature", "evaluation.temperature"):

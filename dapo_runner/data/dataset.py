@@ -230,7 +230,6 @@ class PromptCursor:
 
     @property
     def epoch_and_position(self) -> dict[str, int]:
-        """Epoch and position of the next prompt."""
         return {"epoch": self.epoch, "position": self.position}
 
     def observe(self, groups: Iterable[Group]) -> None:

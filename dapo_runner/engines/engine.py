@@ -128,7 +128,6 @@ class RolloutEngine(ABC):
 
 
 def engine_class(config: Config) -> type[RolloutEngine]:
-    """Return the engine class of `rollout.engine`."""
     return resolve_name(config.rollout.engine_spec.implementation)
 
 

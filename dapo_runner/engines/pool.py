@@ -135,7 +135,6 @@ class ServerPool:
         )
 
     def close(self) -> None:
-        """Cancel the tasks."""
         for task in self._tasks:
             task.cancel()
 

@@ -27,5 +27,4 @@ class Receiver:
             pack_for_cpu(self.model_runner.get_model())
 
     def head_dtypes(self) -> list[str]:
-        """Return the dtypes in which this worker computes logits."""
         return sorted(head_dtypes(self.model_runner.get_model()))

@@ -30,7 +30,6 @@ def read_curves(run: Path) -> Points:
 
 
 def collect(events: Iterable[Mapping[str, Any]]) -> Points:
-    """Return log lines as curves."""
     points: Points = {}
     for event in events:
         for key, value in event.items():

@@ -69,5 +69,4 @@ def time_line(seconds: Figures) -> str:
 
 
 def make_progress(mode: Literal["auto", "live", "plain", "off"], console: Console) -> Progress:
-    """Return the progress display for `logging.progress`."""
     return Progress(None if mode == "off" else console, live=mode == "live" or (mode == "auto" and console.is_terminal))

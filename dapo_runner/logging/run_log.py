@@ -52,14 +52,12 @@ class RunLog:
         sequences: Sequence[TrainingSequence],
         values: Mapping[int, TokenValues],
     ) -> None:
-        """Write a step's metrics and rollouts."""
         with _writing(self.folder, ROLLOUTS):
             self._rollouts.write(step, groups, sequences, values)
         self.figures(step, "step", figures)
         self.trackers.samples(step, "samples/trained", groups[: self.n_groups][:TABLE_ROWS])
 
     def evaluation(self, step: int, figures: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Write an evaluation's metrics and responses."""
         with _writing(self.folder, EVALUATIONS):
             self._evaluations.write(step, groups)
         self.figures(step, "eval", figures)

@@ -29,8 +29,6 @@ class RankLostError(RunError):
 
 @dataclass
 class _Status:
-    """The last published status of a rank."""
-
     phase: str
     error: str | None = None
     since: float = field(default_factory=time.time)

@@ -62,7 +62,6 @@ class ModelShape(NamedTuple):
         return self.layers * self.block + self.head * (1 if self.tied else 2) + self.hidden
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Return the number of parameters of adapters."""
         sides = {"q": self.attention, "o": self.attention, "k": self.key_value, "v": self.key_value}
         sides |= dict.fromkeys(("gate", "up", "down"), self.intermediate)
         names = [f"{name}_proj" for name in sides] if lora.targets == "all-linear" else lora.targets

@@ -170,7 +170,6 @@ class Judge(CallingReward):
         return [first_error(map(failures.get, row)) or list(map(self._verdict, row)) for row in questions]
 
     def release(self) -> None:
-        """Move the model off the GPU until it is used again."""
         if self.model is not None:
             self.model.release()
 

@@ -149,7 +149,6 @@ class Run(TrainingRun):
         return [replace(group, step=self.start_step + group.oldest_version) for group in groups]
 
     def release_engine(self) -> None:
-        """Release the engine's GPU memory before the policy trains."""
         with self.clock.phase("sync"):
             self.engine.release()
             if isinstance(self.sampler, DynamicSampler):
