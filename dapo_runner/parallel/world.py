@@ -126,7 +126,7 @@ class World:
 
     def run_and_gather(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank and return all results."""
-        outcome = _Outcome.of(work)
+        outcome = Outcome.of(work)
         outcomes = self.all_gather_object(outcome.portable(self))
         outcomes[self.rank] = outcome  # keeps its traceback
         return [each.value() for each in outcomes]
@@ -145,7 +145,7 @@ class World:
         """Run ``work`` on rank 0 and return its result on every rank."""
         if self.size == 1:
             return work()
-        outcome = _Outcome.of(work) if self.is_main else None
+        outcome = Outcome.of(work) if self.is_main else None
         received: list[Any] = [outcome and outcome.portable(self)]
         dist.broadcast_object_list(received, group=self.group)
         return cast(T, (outcome or received[0]).value())
@@ -168,7 +168,7 @@ class World:
 
     def run_and_gather_on_rank0(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank. Rank 0 returns all results, or raises an error of any rank; others return []."""
-        outcome = _Outcome.of(work)
+        outcome = Outcome.of(work)
         self.all_gather_object(None)  # a rank that is lost is noticed by all that wait
         if not self.is_main:
             dist.send_object_list([outcome.portable(self)], group=self.group, group_dst=0)
@@ -204,25 +204,25 @@ class World:
 SINGLE_PROCESS = World()
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """A result, or the exception that was raised instead."""
 
     result: Any
     error: BaseException | None
 
     @staticmethod
-    def of(work: Callable[[], Any]) -> _Outcome:
+    def of(work: Callable[[], Any]) -> Outcome:
         try:
-            return _Outcome(work(), None)
+            return Outcome(work(), None)
         except (Exception, StepAbandonedError) as error:  # raised again by `value`
-            return _Outcome(None, error)
+            return Outcome(None, error)
 
-    def portable(self, world: World) -> _Outcome:
+    def portable(self, world: World) -> Outcome:
         """Return the same outcome with an exception that can be pickled."""
         with suppress(Exception):
             if self.error is None or str(pickle.loads(pickle.dumps(self.error))) == str(self.error):
                 return self
-        return _Outcome(None, RankError(f"{world.name}{type(self.error).__name__}: {self.error}"))
+        return Outcome(None, RankError(f"{world.name}{type(self.error).__name__}: {self.error}"))
 
     def value(self) -> Any:
         if self.error is not None:

@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from dapo_runner.config import Config, TreeShape
 from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.interrupt import StepAbandonedError, StopRequest
 from dapo_runner.parallel.balance import spread
-from dapo_runner.parallel.world import SINGLE_PROCESS, World
+from dapo_runner.parallel.world import SINGLE_PROCESS, Outcome, World
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.segments import grow_trees, join_continuation
@@ -65,14 +65,9 @@ class RolloutWorker:
         return self.world.run_on_rank0(lambda: self._lead(work))
 
     def _lead(self, work: Callable[[], T]) -> T:
-        end = [_Share([], is_end=True)] * self._n_engines
-        try:
-            result = work()
-        except (Exception, StepAbandonedError):
-            self._scatter(end)
-            raise
-        self._scatter(end)
-        return result
+        outcome = Outcome.of(work)
+        self._scatter([_Share([], is_end=True)] * self._n_engines)
+        return cast(T, outcome.value())
 
     def generate(self, requests: Sequence[RolloutRequest], priority: int | None = None) -> list[Group]:
         """Return scored groups in the order of the requests.
