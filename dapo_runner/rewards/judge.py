@@ -249,12 +249,9 @@ def word_of(text: str, words: Sequence[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-TokenLogprobs = list[tuple[str, float]]
-
-
 def chat(
     model: AuxiliaryModel, messages: list[dict[str, str]], timeout: float, **fields: Any
-) -> tuple[str, TokenLogprobs]:
+) -> tuple[str, list[tuple[str, float]]]:
     """Return the reply of a model behind an OpenAI-compatible API, and the likeliest first tokens with their log-probs.
     The reply's own first token comes first.
 
@@ -275,7 +272,7 @@ def chat(
         raise HTTPError(f"{url}: expected {expected}, got {http.shorten(json.dumps(answer), key)}") from error
 
 
-def _first_tokens(logprobs: Any) -> TokenLogprobs:
+def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
     first = logprobs["content"][0]
     chosen = (first["token"], float(first["logprob"]))
     others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
