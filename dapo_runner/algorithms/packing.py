@@ -48,12 +48,7 @@ def pack_shares(
     most = max(map(len, shares))
     for share in shares:
         share += [[] for _ in range(most - len(share))]
-    return [[_lay_out(bin_, first_id + len(sequences), multiple) for bin_ in share] for share in shares]
-
-
-def padding_batch(multiple: int = 1) -> PackedBatch:
-    """Return a micro-batch without training tokens, for a rank that has fewer micro-batches than another."""
-    return _lay_out([], 0, multiple)
+    return [[lay_out(bin_, first_id + len(sequences), multiple) for bin_ in share] for share in shares]
 
 
 def _fill_bins(units: Sequence[Unit], token_budget: int) -> list[Unit]:
@@ -95,7 +90,8 @@ def assign_bins(lengths: dict[int, int], budget: int) -> list[list[int]]:
     return bins
 
 
-def _lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
+def lay_out(unit: Unit, padding_id: int, multiple: int) -> PackedBatch:
+    """Return a micro-batch, of padding alone for an empty unit."""
     n_positions = sum(sequence.length - 1 for _, sequence in unit)
     missing = -n_positions % multiple if unit else -(-2 // multiple) * multiple
     if missing:

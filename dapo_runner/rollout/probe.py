@@ -14,7 +14,7 @@ from statistics import median
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.correction import Mismatch, measure
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.algorithms.packing import pack_shares, padding_batch
+from dapo_runner.algorithms.packing import lay_out, pack_shares
 from dapo_runner.config import AdvantageConfig, Config
 from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.errors import RunError
@@ -88,6 +88,6 @@ class SyncProbe:
         sequences = make_sequences(groups, AdvantageConfig(kind="group_mean"))
         (batches,) = pack_shares(sequences, self.token_budget, multiple=multiple)
         most = max(learner.world.all_gather_object(len(batches)))
-        for batch in batches + [padding_batch(multiple)] * (most - len(batches)):
+        for batch in batches + [lay_out([], 0, multiple)] * (most - len(batches)):
             mismatch += measure(learner.logprobs(batch).to(batch.mask.device), batch.old_logprobs, batch.mask)
         return mismatch
