@@ -20,8 +20,7 @@ from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.folder import TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
 
-# The checkpoint's weights, optimizer state and order of prompts depend on these,
-# unless they are marked with `MayChange`.
+# The checkpoint's weights, optimizer state and order of prompts depend on these, unless marked with `MayChange`.
 FIXED = ("model", "data", "run.seed", "rollout.max_prompt_tokens")
 # The groups left over in the checkpoint were sampled and rewarded with these.
 OF_GROUPS = (

@@ -91,8 +91,6 @@ class Run(TrainingRun):
             self.log_step(self.in_sync)
         return snapshot
 
-    # Sampling
-
     def sample(self, step: int) -> SampledStep:
         """Return the groups of a step, on rank 0."""
         self.stop.expect_step(self.seconds_of_last_step)
@@ -154,8 +152,6 @@ class Run(TrainingRun):
             if isinstance(self.sampler, DynamicSampler):
                 self.score.release()
 
-    # Training
-
     def training_records(self, groups: list[Group], step: int) -> list[TrainingSequence]:
         """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
         advantage = self.config.advantage
@@ -188,8 +184,6 @@ class Run(TrainingRun):
         if limit is not None and kl > limit:
             got = f"got {kl:.3g} in step {trained.step}. See docs/mismatch.md."
             self.progress.note(f"rollout.max_mismatch_kl: expected at most {limit:g}, {got}")
-
-    # Logging and evaluation
 
     def log_step(self, in_sync: dict[str, float]) -> None:
         """Log the last trained step, with the metrics of the probe. If this fails, a save of the step repeats it."""
