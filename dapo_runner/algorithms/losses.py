@@ -192,9 +192,7 @@ def make_pair(group: Group) -> tuple[tuple[int, int] | None, bool]:
 
 
 def pair_sequences(groups: Sequence[Group], step: int = 0) -> list[TrainingSequence]:
-    """Return the training sequences of a step, in the order of their groups. Sequences without a pair do not train.
-    ``step`` is the number of this step.
-    """
+    """Return the training sequences of ``step``, in the order of their groups. Those without a pair do not train."""
     sequences: list[TrainingSequence] = []
     n_pairs = 0
     for group_id, group in enumerate(groups):

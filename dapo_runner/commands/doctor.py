@@ -1,6 +1,4 @@
-"""`dapo doctor`: report what is installed, which kernel backends run, and how to install what is missing. Needs only
-torch.
-"""
+"""`dapo doctor`: what is installed, which backends run, how to install what is missing. Needs only torch."""
 
 from __future__ import annotations
 

@@ -94,9 +94,7 @@ class HFEngine(RolloutEngine):
         return cls(model, load_tokenizer(source, config.model), config.rollout.max_batch_sequences, routing)
 
     def __init__(self, model: Any, tokenizer: Any, max_batch_sequences: int, routing: Routing | None = None) -> None:
-        """Take ownership of ``model``: ``update_weights`` writes into it. With its ``routing`` completions have their
-        experts.
-        """
+        """Own ``model``: ``update_weights`` writes into it. With its ``routing`` completions have their experts."""
         AttentionInterface.register("sdpa", attention)
         self.routing, self.model = routing, model
         self.tokenizer = tokenizer

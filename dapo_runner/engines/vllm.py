@@ -344,9 +344,7 @@ def pack_for_cpu(model: nn.Module) -> None:
 
 
 def read_support(flat: Any) -> TruncatedSupport:
-    """Return the support of each token. vLLM lists the sampled token of a step, then the likeliest tokens, with −∞ for
-    those that were truncated.
-    """
+    """Return the support of each token. vLLM lists the sampled token, then the likeliest, with −∞ if truncated."""
     ids, logprobs = torch.tensor(flat.token_ids, dtype=torch.int32), torch.tensor(flat.logprobs)
     starts = torch.tensor(flat.start_indices, dtype=torch.int64)
     steps = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1

@@ -19,9 +19,7 @@ MOST_BARS = 400  # each is an object, which takes 5 ms and 75 KiB
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Draw the logs of a run into ``out``, by default `report.png` in its folder. Return the path. Raises ConfigError
-    without a log, and for an empty log.
-    """
+    """Draw the logs of a run into ``out`` (default: `report.png` in its folder). Raises ConfigError without a log."""
     if not (points := read_curves(run)):
         raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")
     out = out or run / REPORT_FILE

@@ -23,9 +23,7 @@ T = TypeVar("T")
 
 
 class Root(nn.Module):
-    """Run ``root(work)`` while the parameters outside all blocks are whole. Head and loss use them outside the model's
-    own forward.
-    """
+    """Run ``root(work)`` while the parameters outside all blocks, which head and loss use, are whole."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

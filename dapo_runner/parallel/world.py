@@ -194,9 +194,7 @@ class World:
         return self.watch is None or self.watch.all_stopped(error)
 
     def new_group(self, timeout: float) -> World:
-        """Return the same ranks with a new gloo group, for use in a thread of each. Waits in it end after ``timeout``
-        seconds. Collective.
-        """
+        """Return the same ranks with a new gloo group, for a thread of each, with its own ``timeout``. Collective."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         return replace(self, group=cast("dist.ProcessGroup", group))
 

@@ -38,9 +38,7 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
 
 
 def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
-    """Return the bytes on the GPU in each phase of a step. The policy's weights and moments stay on it. A sleeping vLLM
-    takes no memory.
-    """
+    """Return the bytes on the GPU in each phase of a step. The policy's weights and moments stay on it."""
     estimate = _formulas(config)
     beside, weights = sum(estimate.get(what, 0) for what in BESIDE), estimate.get(ENGINE, 0)
     generating, waiting = engine_memory(config, estimate)

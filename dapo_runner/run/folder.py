@@ -79,9 +79,7 @@ class Change(NamedTuple):
 
 
 def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
-    """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError, also for
-    a run of another ``kind``.
-    """
+    """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError."""
     raw = read_recipe(path := folder / CONFIG_FILE)
     if (found := Config if "reward" in raw else SftConfig) is not kind:
         wanted, got = ("train" if one is Config else "sft" for one in (kind, found))

@@ -183,9 +183,7 @@ def find_start(config: AnyConfig, folder: Path) -> StartPoint:
 
 
 def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: RunContext) -> StartPoint:
-    """Seed the random generators. Load the checkpoint, if any, into them, ``learner`` and ``sampler``. Return ``start``
-    with its changes. Collective.
-    """
+    """Seed the random generators and load the checkpoint, if any. Return ``start`` with its changes. Collective."""
     seed = learner.config.run.seed
     torch.manual_seed(seed)
     random.seed(seed)
