@@ -102,7 +102,8 @@ def measure_trainer(name: str, device: str) -> str:
     model = random_model("qwen3", row.sizes, device, POSITIONS, PACKED_ATTENTION)
     if config.model.lora is not None:
         add_adapters(model, config.model.lora, 0)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.24 on
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
     kernel = choose_kernel("auto", torch.device(device), DTYPE)
     policy = Policy(model, None, kernel, DTYPE)
