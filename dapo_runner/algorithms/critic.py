@@ -23,6 +23,8 @@ from dapo_runner.parallel.ulysses import gather_positions, shard_positions
 from dapo_runner.policy.model import Policy
 from dapo_runner.types import PackedBatch
 
+SCALE_METRICS = {"loss_scale": "value_loss_scale", "skipped_updates": "value_skipped_updates"}
+
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
@@ -76,7 +78,7 @@ class Critic:
                 f"step {step + 1}: expected a finite gradient of the critic, got norm {norm:g}. The weights are those "
                 "before this update. Try a lower critic.lr"
             )
-        scale = {f"value_{name}": value for name, value in self.trained.step(rate).items()}
+        scale = {SCALE_METRICS[name]: value for name, value in self.trained.step(rate).items()}
         local = [float(sum(column)) for column in zip(*losses, strict=True)]
         loss, clipped = (sum(column) for column in zip(*self.world.all_gather_object(local), strict=True))
         means = {"value_loss": loss / mini.n_tokens, "value_clip": clipped / mini.n_tokens}
