@@ -8,14 +8,15 @@ import re
 # The extra `runner` of pyproject.toml: requirement and purpose.
 RUNNER = (
     ("aiohttp>=3.10", "rollout servers, judges"),
-    ("transformers>=5.0", "models and tokenizers"),
+    ("transformers>=5.6", "models and tokenizers"),
     ("datasets>=4.0", "parquet files, Hugging Face data sets"),
     ("pydantic>=2.10", "configuration"),
     ("pyyaml>=6", "recipes"),
-    ("rich>=13", "progress"),
+    ("rich>=13.8", "progress"),
     ("matplotlib>=3.8", "dapo report"),
     ("safetensors>=0.5", "checkpoints"),
     ("scipy>=1.11", "advantages of single tokens, dapo study"),
+    ("numpy>=2", "checkpoints, parquet files"),
 )
 RUNNER_EXTRA = "pip install 'dapo-kernels[runner]'"
 ACCELERATE, PEFT = "accelerate>=1.12", "peft>=0.18"

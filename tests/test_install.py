@@ -100,7 +100,7 @@ def test_a_command_that_needs_more_names_the_extra(arguments: list[str]) -> None
     done = dapo_without_extras(*arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "transformers>=5.0, datasets>=4.0, pydantic>=" in done.stderr
+    assert "transformers>=5.6, datasets>=4.0, pydantic>=" in done.stderr
     assert "pip install 'dapo-kernels[runner]'" in done.stderr
 
 

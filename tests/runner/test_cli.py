@@ -379,7 +379,7 @@ def test_everything_that_is_missing_is_named(tmp_path: Path, dapo: Dapo, monkeyp
         assert ("responses" in dapo("train", write_recipe(tmp_path), *settings, *dry, code=2)) == bool(dry)
         assert [words for words in missing if words not in dapo.err] == []
     old["transformers"] = "4.57.6"
-    dapo.refuses("dapo train: requires the packages transformers>=5.0. pip install", "train", "tiny", "--dry-run")
+    dapo.refuses("dapo train: requires the packages transformers>=5.6. pip install", "train", "tiny", "--dry-run")
 
 
 def test_recipes_are_found_by_name_anywhere(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
