@@ -105,7 +105,8 @@ class PolicyCall:
             given.pop(name, None) for name in _OPTIONS
         )
         chosen = resolve_objective(layout.caller, objective, given)
-        ended = given.get("kl_coef") == 0  # a schedule has reached 0: ref_logprobs are checked, but not read
+        # A schedule of a row of the table has reached 0: ref_logprobs are checked, but not read.
+        ended = chosen.own is None and given.get("kl_coef") == 0
         _check_combination(layout, chosen, old_logprobs, None if ended else ref_logprobs)
         live = layout.live(mask)
         sequence_ids = None if chosen.per_sequence is None else layout.sequence_ids()

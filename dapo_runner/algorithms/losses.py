@@ -156,7 +156,7 @@ class DistillationLoss:
 
         def compute() -> None:  # returns nothing: FSDP2 would gather the teacher again for a backward pass
             with torch.no_grad():
-                teacher_hidden = self.teacher.hidden_states(replace(batch, experts=None))
+                teacher_hidden = self.teacher.hidden_states(batch)
             ref = self.teacher.head
             out = linear_distillation_loss(
                 hidden,
