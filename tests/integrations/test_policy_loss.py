@@ -129,6 +129,9 @@ def test_adapters_of_layers_and_of_the_head() -> None:
         assert relative_error(gradients(policy.model), eager) < 1e-4
     with policy.model.disable_adapter():
         assert head_of(policy.model, expected).lora is None
+    policy.model.merge_adapter()
+    torch.testing.assert_close(policy(**rows).logprobs, expected, atol=1e-5, rtol=1e-5)
+    policy.model.unmerge_adapter()
     policy.model.add_adapter("ref", configs[6])  # as TRL adds one that is the reference of an adapter trained before
     for name, differs in (("ref", True), ("default", False)):
         policy.model.set_adapter(name)

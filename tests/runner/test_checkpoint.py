@@ -123,9 +123,12 @@ def test_a_background_save_is_of_its_step(model_folder: Path, tmp_path: Path, mo
     assert train(resumed, range(1, 3)) == expected
 
 
-def test_every_generator_comes_back(parts: Parts, tmp_path: Path) -> None:
-    """What a function of the user's own may draw from."""
+def test_every_generator_comes_back(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a function of the user's own may draw from. The files are on the disk before the checkpoint is there."""
+    synced = set[str]()
+    monkeypatch.setattr(files, "force_to_disk", lambda path: synced.add(path.name))
     checkpoint = save(tmp_path, 1, parts)
+    assert synced >= {path.name for path in checkpoint.path.rglob("*")}
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))

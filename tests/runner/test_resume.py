@@ -169,6 +169,8 @@ def test_segments_add_up_to_their_response(kind: str, figure: str, whole: Callab
     for sample in samples_of(folder):
         assert sum(segment["length"] for segment in sample["segments"]) == sample["tokens"]
         assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
+    evaluated = [group for path in saved_steps(folder / "evaluations").values() for group in read_step(path).groups]
+    assert {len(group["samples"]) for group in evaluated} == {2}  # evaluation.k: it grows no trees
 
 
 def test_figures_are_those_of_whole_trees(start: Path, tmp_path: Path) -> None:

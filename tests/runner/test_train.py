@@ -58,16 +58,19 @@ def test_a_run_logs_every_step_and_evaluation(finished: Path) -> None:
 
 
 def test_evaluations_share_the_scorer_of_a_run(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with it the lock: no reward is called by two threads at a time."""
+    """And with it the lock: no reward is called by two threads at a time. They allow no failures."""
     made, initialize = list[Scorer](), Scorer.__init__
+    shaped, call = list[bool](), Scorer.__call__
 
     def noted(self: Scorer, *args: Any, **options: Any) -> None:
         made.append(self)
         initialize(self, *args, **options)
 
     monkeypatch.setattr(Scorer, "__init__", noted)
+    monkeypatch.setattr(Scorer, "__call__", lambda self, *given: shaped.append(self.shaped) or call(self, *given))
     train(config_in(tmp_path, start, run={"steps": 1}), Notes())
     assert len(made) == 1
+    assert (shaped[0], shaped[1], shaped[-1]) == (False, True, False)
 
 
 def test_phases_add_up_and_an_inner_one_takes_its_time_off_the_outer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,9 @@ def test_a_loss_of_pairs_is_its_paper(model_folder: Path, model: Any, preference
 
 
 def test_a_pair_stays_together_and_is_compared_with_the_policy_before_the_step(model_folder: Path) -> None:
-    """Half of 14 responses would be an odd number. The first update has no margin yet, the second that of the first."""
+    """Half of 14 responses would be an odd number. The first update has no margin yet, the second that of the first.
+    Only the first has the weights that the engine sampled with.
+    """
     optimizer = {"mini_batch_size": 8, "token_budget": 48, "lr": 1e-2}
     learner = learner_of(model_folder, preference={"reference": "step"}, optimizer=optimizer)
     first, second = minis = learner.prepare(graded_pairs(18))
@@ -162,6 +164,7 @@ def test_a_pair_stays_together_and_is_compared_with_the_policy_before_the_step(m
     assert figures["entropy"] > 0
     assert any(gradient.any() for gradient in gradients.values())
     assert update(learner, second)[1]["margin"] != 0
+    assert [mini.mismatch.tokens > 0 for mini in minis] == [True, False]
 
 
 @pytest.fixture(scope="module")

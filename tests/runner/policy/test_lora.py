@@ -11,14 +11,15 @@ import torch
 from builders import make_config, make_prompt, pack, random_sequences
 from learners import CPU, config_of
 from refusals import refused
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, take_snapshot
-from dapo_runner.config import ModelConfig
+from dapo_runner.config import LoraConfig, ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.engines.hf import HFEngine
 from dapo_runner.engines.vllm import VLLMEngine
+from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -86,6 +87,18 @@ def test_merged_weights_are_rounded_once(model_folder: Path) -> None:
         assert got.dtype == torch.bfloat16
         half_a_bit = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
         assert bool(((got.double() - exact).abs() <= 1.0001 * half_a_bit).all()), name
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_layers_of_gpt2_keep_their_weights_transposed() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    add_adapters(model, LoraConfig(rank=2, alpha=4, targets=["c_attn", "c_proj"]), seed=0)
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj"):
+        layer = model.get_submodule(f"transformer.h.0.{name}")
+        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        torch.nn.init.normal_(b)
+        merged = dict(merged_weights(model, torch.float32))
+        torch.testing.assert_close(merged[f"transformer.h.0.{name}.weight"], layer.base_layer.weight + 2.0 * (b @ a).T)
 
 
 def test_a_checkpoint_has_the_adapters_in_pefts_format(model_folder: Path, tmp_path: Path) -> None:

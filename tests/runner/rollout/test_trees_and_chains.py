@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_prompt
+from builders import make_config, make_prompt
 from contract import model_logprobs, prompt
 
 from dapo_runner.config import SegmentsConfig, TreeShape
 from dapo_runner.engines.hf import HFEngine
-from dapo_runner.rollout.segments import add_prefix, grow_trees, join_continuation, value_chains
+from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rollout.segments import add_prefix, grow_trees, value_chains
+from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import (
     Completion,
@@ -127,8 +129,10 @@ def test_a_continued_response_is_whole(engine: HFEngine) -> None:
     prefix = add_prefix(asked, tokens.tolist())
     assert prefix.token_ids == (*asked.token_ids, *tokens.tolist())
     assert (prefix.n_response_tokens, prefix.answer) == (2, "2")
-    ((continuation,),) = engine.generate(make_requests([prefix], SamplingParams(max_tokens=4)))
-    whole = join_continuation(prefix, continuation, engine.tokenizer)
+    requests = make_requests([prefix], SamplingParams(max_tokens=4))
+    ((continuation,),) = engine.generate(requests)
+    (group,) = RolloutWorker(engine, Scorer(make_config()), engine.tokenizer).generate(requests)
+    whole = group.samples[0].completion
     assert whole.token_ids.tolist() == [*tokens.tolist(), *continuation.token_ids.tolist()]
     assert whole.text.startswith("12")
     assert whole.finish_reason == continuation.finish_reason
