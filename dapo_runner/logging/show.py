@@ -102,7 +102,7 @@ def _facts(sample: dict[str, Any]) -> str:
     answer = f"answer {_signed(sample['base_reward'])}{f' (unweighted: {parts})' if parts else ''}"
     facts = [
         f"▌ sample {sample['sample']} {'correct' if sample['correct'] else 'incorrect'}",
-        f"reward {_signed(sample['reward'])} = {answer} + length {_signed(sample['length_penalty'])}",
+        f"reward {_signed(sample['reward'])} = {answer} + length penalty {_signed(sample['length_penalty'])}",
         *([f"advantage {_signed(sample['advantage'])}"] if "advantage" in sample else []),
         *([f"segments {', '.join(map(_segment, sample['segments']))}"] if "segments" in sample else []),
         f"{sample['tokens']} tokens{', truncated' if sample['finish_reason'] == 'length' else ''}",

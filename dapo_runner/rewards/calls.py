@@ -42,12 +42,13 @@ Verdicts = list[list[Verdict | None] | RewardError]
 
 @dataclass(frozen=True)
 class Call:
-    """A call for responses to prompt ``index`` of the batch. ``completion`` is the first of them."""
+    """A call for ``n`` responses to prompt ``index`` of the batch. ``completion`` is the first of them."""
 
     index: int
     prompt: Prompt
     completion: Completion
     function: Callable[[], Any]
+    n: int = 1
 
 
 class CallingReward:
@@ -64,13 +65,14 @@ class CallingReward:
         """
         allowed = math.ceil(self.config.calls.max_failed * len({call.index for call in calls}))
         failed: set[int] = set()
+        key = f"reward.calls.max_failed={self.config.calls.max_failed:g}: " if allowed else ""
 
         def run(call: Call) -> tuple[Any | RewardError, int]:
             found, retries = self._run_with_retries(call)
             if isinstance(found, RewardError):
                 failed.add(call.index)
                 if len(failed) > allowed:
-                    raise found
+                    raise RewardError(f"{key}{found}") from found.__cause__
             return found, retries
 
         found = map_in_threads(run, calls, self.concurrency)
@@ -89,7 +91,7 @@ class CallingReward:
             raise
         except (Exception, SystemExit, CallTimeoutError) as error:
             if attempt == self.config.calls.retries:
-                return reward_error(self.name, error, call.prompt, call.completion), attempt
+                return reward_error(self.name, error, call.prompt, call.completion, call.n), attempt
             pause(attempt, error, self.config.call_timeout)
         return self._run_with_retries(call, attempt + 1)
 
@@ -100,8 +102,9 @@ def pause(attempt: int, error: BaseException, longest: float) -> None:
     time.sleep(max(PAUSE * 2**attempt, min(asked, longest)))
 
 
-def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Completion) -> RewardError:
-    where = f"prompt {prompt.id}: {_SHORT.repr(prompt.text)}, response: {_SHORT.repr(completion.text)}"
+def reward_error(name: str, error: BaseException, prompt: Prompt, completion: Completion, n: int = 1) -> RewardError:
+    response = f"{'response' if n == 1 else f'the first of {n} responses'}: {_SHORT.repr(completion.text)}"
+    where = f"prompt {prompt.id}: {_SHORT.repr(prompt.text)}, {response}"
     found = RewardError(f"reward {name}: {describe_error(error)}; {where}")
     found.__cause__ = error
     return found

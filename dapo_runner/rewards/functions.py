@@ -62,7 +62,7 @@ class FunctionReward(CallingReward):
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         parts = [[samples] if self.takes_batch else [[one] for one in samples] for samples in completions]
         calls = [
-            Call(index, prompt, part[0], partial(self._judge_part, prompt, part))
+            Call(index, prompt, part[0], partial(self._judge_part, prompt, part), len(part))
             for index, prompt in enumerate(prompts)
             for part in parts[index]
         ]

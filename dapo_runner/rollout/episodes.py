@@ -79,7 +79,8 @@ class EpisodeRunner:
             first, error = min(failed), failed[min(failed)]
             text = error.args[1] if isinstance(error, FailureError) else describe_error(error)
             where = f"prompt {requests[numbers[first]].prompt.id}, turn {turns[first]}"
-            warning = f"{len(failed)} of {len(plays)} episodes failed and are left out: {text!r:.300}; {where}"
+            kinds = ", ".join(f"{n} {key.removeprefix('failed_')}" for key, n in counts.items() if "failed_" in key)
+            warning = f"{len(failed)} of {len(plays)} episodes failed ({kinds}); the first: {text!r:.300}; {where}"
             self.warnings.append(warning)
             if len(failed) > self.config.max_failed * len(plays) + 1e-9:
                 raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error

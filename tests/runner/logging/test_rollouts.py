@@ -159,8 +159,8 @@ SHOWN = {
         "step 3: 2 of 3",
         " 4 reflection phrases in 4 ",
         "step 3 · group 1 of 3 · 1 of 2 correct\ntest first · expected 7\nfirst\n",
-        "sample 1 correct · reward +1 = answer +1 + length +0 · advantage +0.707 · 4 tokens · extracted 7 · rule",
-        "sample 2 incorrect · reward -1.5 = answer -1 + length -0.5 · advantage -0.707 · 4 tokens, truncated",
+        "sample 1 correct · reward +1 = answer +1 + length penalty +0 · advantage +0.707 · 4 tokens · extracted 7",
+        "sample 2 incorrect · reward -1.5 = answer -1 + length penalty -0.5 · advantage -0.707 · 4 tokens, truncated",
         "4 tokens, truncated · rule answer-line · does not train",
         "Wait, no. [bold]3+4[/bold]\nAnswer: 7",  # markup of a response is text
         "\\x1b]0;title\\x07等等，\\u202e\\ud800",  # and its control characters do nothing
@@ -169,7 +169,7 @@ SHOWN = {
     "--step 4 --group 2": ["step 4 · group 2 of 3"],
     "--eval --step 5": [
         "exam test p · expected 7",
-        "answer +1 (unweighted: dapo +1, brief +0.25) + length +0 · 4 tokens",
+        "answer +1 (unweighted: dapo +1, brief +0.25) + length penalty +0 · 4 tokens",
     ],
     "": ["3", "4"],
     "--eval": ["5"],

@@ -164,7 +164,14 @@ def test_a_failure_ends_the_batch_and_is_never_a_reward_of_0(config_of: MakeConf
     with pytest.raises(RewardError) as caught:
         Scorer(config)(prompts, completions)
     message = str(caught.value)
-    for part in (config.reward.kind, "prompt p1", r"it is\nvery", "very good", *FAILURES[act]):
+    for part in (
+        config.reward.kind,
+        "prompt p1",
+        "the first of 2 responses",
+        r"it is\nvery",
+        "very good",
+        *FAILURES[act],
+    ):
         assert part in message
     assert "\n" not in message
     assert len(message) < 1500
@@ -174,6 +181,8 @@ def test_a_failure_ends_the_batch_and_is_never_a_reward_of_0(config_of: MakeConf
     (warning,) = scorer.take_warnings()
     assert "1 of 3" in warning
     assert scorer.take_warnings() == []
+    with refused("reward.calls.max_failed=0.3", RewardError):  # of each of these, one may fail
+        scorer(prompts[1:2] * 3, completions[1:2] * 3)
     with pytest.raises(RewardError):  # an evaluation must be complete
         scorer.unshaped()(prompts, completions)
 

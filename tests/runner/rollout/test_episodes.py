@@ -274,6 +274,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
     unknown, failed_first = runner.take_warnings()
     assert "é" in unknown
     assert "raises at the start" in failed_first
+    assert all(f"{n} {kind.removeprefix('failed_')}" in failed_first for kind, n in failed.items())
     for ways in ([way for way in WAYS if "hangs" not in way], [way for way in WAYS if "hangs" in way]):
         assert Counter(Odd.closed.get(timeout=30) for _ in [*ways, *ways]) == Counter([*ways, *ways])
         assert Odd.closed.empty()
