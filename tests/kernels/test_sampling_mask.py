@@ -199,6 +199,9 @@ def test_what_was_not_kept_may_hold_anything(backend: str) -> None:
             assert torch.equal(a.loss, b.loss)
             assert torch.equal(grads["logits"][:, :V], expected["logits"])
             assert not grads["logits"][:, V:].any()
+        impossible = SamplingMask.from_kept(kept | (garbage == -math.inf))  # kept logits of -inf change nothing
+        b, grads = call(replace(case, leaves={"logits": rows}), "dapo", **{**how, "sampling_mask": impossible})
+        torch.testing.assert_close((b.loss, grads["logits"]), (a.loss, expected["logits"]))
     rows[1, case.target_ids[1]] = math.nan
     assert token_logprobs(rows, case.target_ids, sampling_mask=lists).logprobs[1].isnan()
     for dtype in dtypes_of(backend):

@@ -44,6 +44,7 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
     bounds, hidden = case.cu_seqlens, case.leaves["hidden"]
     by_sequence = {**first(T - 2 * rank), "hidden": hidden[: T // 2 - rank], "sequence_parallel": True}
     one_group = {"aggregate": "prompt-mean-token-mean", "group_ids": torch.tensor([0, rank, 0, 0])}
+    moved = bounds + rank * (torch.arange(len(bounds)) == 1).int()
     tokens, same, few = "tokens by rank", "the same call", f"[{T}, {T - 1}"
     wrong: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
         (ValueError, ("linear_dapo_loss", "target_ids", "mask", "fully_shard"), {"target_ids": (marked + 5).long()}),
@@ -59,6 +60,7 @@ def refusals(group: Group, cut: tuple[int, ...]) -> None:
             {"sequence_parallel": rank == 1, "hidden": hidden[: T - T // 2 * rank]},
         ),
         (ValueError, (tokens,), {**one_group, "cu_seqlens": bounds}),
+        (ValueError, (tokens,), {"objective": "gspo", "aggregate": "token-mean", "cu_seqlens": moved}),
         *[(ValueError, (tokens, name), {name: marked - 1}) for name in ("advantages", "old_logprobs")],
         (ValueError, (tokens,), {"temperature": marked + 2}),
         (ValueError, ("valid_vocab", "V=67"), {"valid_vocab": V + 1}),

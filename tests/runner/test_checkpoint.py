@@ -101,6 +101,8 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
         assert torch.equal(tensor, resumed.master.tensors[name]), name
     if dtype == "float16":
         assert len({found["loss_scale"] for found in expected}) > 1
+    else:  # without a loss scale, which float16 then begins with its own
+        load_checkpoint(checkpoint, *make_parts(checkpoint.model, "float16"))
 
 
 def test_a_background_save_is_of_its_step(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,14 @@ def test_figures_of_each_set_and_source() -> None:
     assert not any("/" in key for key in figures_of(("RW", "", "s")))
 
 
+def test_a_part_of_the_reward_is_averaged_over_the_samples_that_have_it() -> None:
+    group = make_group("RW")
+    parts = ({"a": 1.0, "b": 2.0}, {"a": 0.5})
+    samples = [replace(sample, parts=found) for sample, found in zip(group.samples, parts, strict=True)]
+    metrics = evaluation_metrics([replace(group, samples=tuple(samples))], 2)
+    assert (metrics["reward_a"], metrics["reward_b"]) == (0.75, 2.0)
+
+
 def test_a_table_has_the_metrics_of_every_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     """Before training, often no response has an answer."""
     print_evaluations("run", {"before": {"eval/avg@4": 0.0}, "after": {"eval/avg@4": 0.5, "eval/cons@4": 0.25}})

@@ -105,6 +105,7 @@ def test_no_round_takes_the_prompts_of_a_step_that_may_not_be_sampled_yet() -> N
     is_over = True
     ahead.close()
     assert all(step <= furthest for step, furthest in taken)
+    assert [step for step, _ in taken[:2]] == [1, 2]  # the second round is for the step after the one it runs beside
     assert {step for step, _ in taken} == set(range(1, STEPS + 1))
 
 
