@@ -25,7 +25,8 @@ from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import TrainingSequence
 
 LORA = {"rank": 4, "alpha": 8}
-# Beside sections: the dtype; an advantage of the first sequence; how many sequences; the shortest of them.
+# Beside sections: the dtype; an advantage of the first sequence; how many sequences; the shortest of them; whether the
+# engine has given all log-probs.
 Case = dict[str, Any]
 OFF_POLICY: dict[str, dict[str, Any]] = {  # log-probs of an engine that is another policy
     "gmpo": {},
@@ -67,6 +68,7 @@ CASES: dict[str, Case] = {
 EVERYWHERE = ["gspo", "prompt mean", "distillation", "vespo", "clip_cov"]  # what reads whole sequences or all of them
 EVERYWHERE += ["one sequence", "accumulated", "pairs", "ppo", "support", "episodes", "lora on the head"]
 ON_FOUR = {"gspo", "prompt mean", "clip_cov", "ppo"}  # in both layouts of four ranks, which share the others
+CASES["gmpo"]["is_known"] = False
 CASES["lora on the head"] = {"model": {"lora": {**LORA, "targets": ["q_proj", "lm_head"]}}}
 TWO_UPDATES = {"optimizer": {"mini_batch_size": 8, "lr": 3e-3}}
 ROUTED = {f"routed by the {who}": {"loss": {"routing_replay": who}, **TWO_UPDATES} for who in ("trainer", "engine")}
@@ -170,6 +172,7 @@ def run_case(path: Path, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """The gradient of the last update of a step, its metrics, and all weights after it."""
     case = dict(CASES[name])
     n, poisoned, longer_than = case.pop("n", 14), case.pop("poisoned", 0.0), case.pop("longer_than", 0)
+    is_known = case.pop("is_known", True)
     if "distillation" in case:
         case["distillation"] = {"teacher": str(path)}
     optimizer = {"eps": 1e-2, **case.pop("optimizer", {})}  # the step of a tiny gradient is as smooth as it is
@@ -180,6 +183,8 @@ def run_case(path: Path, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
     sequences = [one for one in sequences_for(config, n) if one.length > longer_than]
     if poisoned:
         sequences[0].advantages[-1] = poisoned  # one rank's alone
+    if not is_known:
+        sequences[0].rollout_logprobs[-1] = torch.nan
     *earlier, mini = prepare_shares(learner, sequences)
     for one in earlier:
         learner.update(one, 0)
