@@ -18,6 +18,7 @@ from dapo_runner.config.training import (
     AdvantageConfig,
     DistillationConfig,
     LoraConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     PreferenceConfig,
@@ -31,7 +32,7 @@ from dapo_runner.errors import ConfigError
 __all__ = [
     "AdvantageConfig", "ArithmeticConfig", "AuxiliaryModel", "ColumnsConfig", "Config", "ConfigError", "ConvertConfig",
     "CorrectionConfig", "DataConfig", "DistillationConfig", "EnvironmentConfig", "EvalSetConfig", "EvaluationConfig",
-    "JudgeConfig", "JudgePrompt", "LoggingConfig", "LoraConfig", "ModelConfig", "OptimizerConfig",
+    "JudgeConfig", "JudgePrompt", "LoggingConfig", "LoraConfig", "LossConfig", "ModelConfig", "OptimizerConfig",
     "OverlongConfig", "PreferenceConfig", "RewardConfig", "RolloutConfig", "RolloutLogConfig", "RunConfig",
     "SamplerConfig", "SegmentsConfig", "SftConfig", "SftDataConfig", "StudyConfig", "TinyModelConfig", "TreeShape",
     "VariantConfig", "WarmupConfig", "apply_overrides", "cautions", "check_config", "check_schedule", "dump_config",

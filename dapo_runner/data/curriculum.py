@@ -74,12 +74,13 @@ def _number(prompt: Prompt, column: str) -> float:
 class ByLatestGroup(Curriculum):
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
-        self.due: dict[str, int] = {}  # the epoch in which a skipped prompt is used again, or was
+        self.due: dict[str, int] = {}  # the epoch in which a skipped prompt is used again
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
         return epoch >= self.due.get(prompt.id, 0)
 
     def observe(self, group: Group, epoch: int) -> None:
+        self.due.pop(group.prompt.id, None)  # of an earlier group, where a round has a prompt twice
         if group.n_correct in (0, len(group.samples)):
             self.due[group.prompt.id] = epoch + 1 + self.config.rest
 

@@ -70,6 +70,13 @@ def test_what_is_solved_or_hopeless_rests() -> None:
     assert (len(walk.take(8)), walk.epoch) == (8, 4)
 
 
+def test_only_the_newest_group_of_a_prompt_counts() -> None:
+    curriculum = ByLatestGroup(CurriculumConfig())
+    for epoch, pattern in enumerate(("RRRR", "RW")):  # a round that spans epochs has the prompt twice
+        curriculum.observe(make_group(pattern, "0"), epoch)
+    assert curriculum.due == {}
+
+
 def test_a_prompt_rests_from_the_epoch_in_which_it_was_asked() -> None:
     """Also if its round ends in the next one."""
     walk = cursor(rest=1)
