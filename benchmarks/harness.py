@@ -79,7 +79,7 @@ def _row(contestant: Contestant) -> Row:
         "setting": contestant.setting,
         "destroys_logits": contestant.destroys_logits,
         "status": "absent" if reason else "not reached",
-        "reason": reason or "stopped before",
+        "reason": reason or "no figures yet",
     }
 
 

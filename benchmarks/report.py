@@ -59,7 +59,7 @@ def losses(records: Sequence[Record]) -> str:
 
 
 def absent(records: Sequence[Record]) -> str:
-    """List contestants without figures by reason, then configurations without any."""
+    """List contestants without figures by reason, then configurations that were not finished."""
     reasons: dict[tuple[str, str], int] = {}
     for record in records:
         for row in record["rows"]:
@@ -67,12 +67,12 @@ def absent(records: Sequence[Record]) -> str:
                 key = (row["name"], f"{row['status']}: {row.get('reason')}")
                 reasons[key] = reasons.get(key, 0) + 1
     lines = [f"- {name}, {count} configurations: {reason}" for (name, reason), count in reasons.items()]
-    lines += [f"- {record['config']}: {_why_empty(record)}" for record in records if not record["rows"]]
+    lines += [f"- {record['config']}: {why}" for record in records if (why := _why_incomplete(record))]
     return "\n".join(lines) or "Every contestant has figures everywhere."
 
 
-def _why_empty(record: Record) -> str:
-    return record.get("error") or record["not_run"]
+def _why_incomplete(record: Record) -> str:
+    return record.get("error") or record.get("not_run", "")
 
 
 def _rates(record: Record) -> str:
@@ -94,12 +94,13 @@ def _rates(record: Record) -> str:
 def table(record: Record) -> str:
     """Return one configuration as a Markdown table."""
     if not record["rows"]:
-        return f"No figures: {_why_empty(record)}"
+        return f"No figures: {_why_incomplete(record)}"
     denominators = record["denominators"]
     columns = [*_COLUMNS, *(f"÷ {name}" for name in denominators), "÷ dapo_kernels", *_MEMORY_COLUMNS]
     rows = [cells(row, denominators) for row in record["rows"]]
     reached = _rates(record)
     notes = [f"Reached: {reached}."] if reached else []
+    notes += [f"Not finished: {why}"] if (why := _why_incomplete(record)) else []
     return "\n\n".join([markdown_table(columns, rows, texts=2), *notes])
 
 

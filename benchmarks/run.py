@@ -75,7 +75,8 @@ def run_suite(suite: str, chosen: Sequence[Config], base: Path, seconds: float =
         record["tries"] += tries[record["config"]]
         if not record["whole"]:  # the rows of an earlier try stay if they are more
             old = records.get(record["config"], record)
-            record = {**old, **record, "rows": max(record["rows"], old["rows"], key=_reached)}
+            kept = {key: value for key, value in old.items() if key not in ("error", "not_run")}
+            record = {**kept, **record, "rows": max(record["rows"], old["rows"], key=_reached)}
         records[record["config"]] = record
         results["records"] = [records[config.name] for config in chosen if config.name in records]
         results |= {"suite": suite, "threads": THREADS, "machine": here}

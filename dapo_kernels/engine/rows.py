@@ -161,7 +161,7 @@ class StatsInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, request: RowRequest, server: Server) -> tuple[Tensor | None, ...]:
         stats = logits_stats.run(logits, request, server)
-        SavedForBackward((logits, request, stats, server)).store(ctx)
+        SavedForBackward((logits, request, without_logprobs(stats), server)).store(ctx)
         ctx.mark_non_differentiable(stats.norm)
         ctx.set_materialize_grads(False)
         return tuple(stats)

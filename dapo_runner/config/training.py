@@ -46,7 +46,7 @@ class LoraConfig(Section):
 
     rank: PositiveInt = 32  # rank of the adapters
     alpha: PositiveInt = 64  # adapters are scaled by alpha / rank
-    targets: str | list[str] = "all-linear"  # a list of module names, a pattern of full names, or all linear layers
+    targets: str | list[str] = "all-linear"  # module names, a pattern of full names, or all-linear (all but the head)
 
 
 class ModelConfig(Section):

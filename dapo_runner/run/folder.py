@@ -93,7 +93,7 @@ def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C
         line = path.read_text(encoding="utf-8").partition("\n")[0]
         version = line.removeprefix(MADE_BY) if line.startswith(MADE_BY) else "an older version"
         other = "" if version == this_version() else f" (the run was last started with {version}: use that)"
-        raise ConfigError(f"{path}: {error}{other}") from error
+        raise ConfigError(f"{path}: {error}{other}. Or correct the file.") from error
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ for name in sys.argv[1:]:
         sys.exit("killed by " + name)
     row = {"name": "dapo_kernels", "kind": "ours", "setting": "", "status": "ok", "median_ms": 1.0, "min_ms": 1.0}
     row |= {"max_ms": 1.0, "pid": os.getpid()}
-    peer = {"name": "peer", "kind": "peer", "setting": "", "status": "not reached", "reason": "stopped before"}
+    peer = {"name": "peer", "kind": "peer", "setting": "", "status": "not reached", "reason": "no figures yet"}
     record = {"config": name, "denominators": ["copy_"], "allocator": None, "wall_s": 0, "fields": {}, "whole": False}
     print(json.dumps({**record, "rows": [row, peer]}), flush=True)
     if name == os.environ.get("HANGS"):
@@ -88,7 +88,19 @@ def test_a_suite_that_was_stopped_is_resumed(monkeypatch: pytest.MonkeyPatch, tm
     assert finished == [False, True, True]
     page = base.with_suffix(".md").read_text()  # with the contestant that was measured before it hung
     assert page.count("| dapo_kernels |  | 1.00 |") == 4
-    assert "peer, 1 configurations: not reached: stopped before" in page
+    assert "peer, 1 configurations: not reached: no figures yet" in page
+    assert f"- {names[1]}: the 2 s were over" in page
+
+
+def test_a_death_is_on_the_page_until_the_next_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pages = []
+    for how, seconds in (("DIES", 60.0), ("HANGS", 1.5)):
+        monkeypatch.setenv(how, SERVED[0].name)
+        run.run_suite("sweep", SERVED[:1], tmp_path / "sweep", seconds)
+        monkeypatch.delenv(how)
+        pages.append((tmp_path / "sweep.md").read_text())
+    assert ["killed by" in page for page in pages] == [True, False]
+    assert ["s were over" in page for page in pages] == [False, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")

@@ -262,7 +262,7 @@ def test_a_sampling_mask_of_a_collective_or_a_transform_is_read() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["loss", "loss, gspo", "stats", "linear_stats", "linear_loss"])
+@pytest.mark.parametrize("kind", ["loss", "loss, gspo", "stats", "stats_inplace", "linear_stats", "linear_loss"])
 def test_results_may_be_changed_before_the_backward_pass(backend: str, kind: str) -> None:
     """As the log-probs of ``log_softmax`` and ``gather``."""
     case = case_of(kind)
@@ -272,7 +272,8 @@ def test_results_may_be_changed_before_the_backward_pass(backend: str, kind: str
         leaves = leaves_of(kind, case)
         if "stats" in kind:
             call: Any = linear_token_logprobs if kind.startswith("linear") else token_logprobs
-            logprobs = call(*leaves, case.target_ids).logprobs
+            inplace = {"inplace_backward": True} if kind.endswith("inplace") else {}
+            logprobs = call(*(leaf * 1 for leaf in leaves), case.target_ids, **inplace).logprobs
             loss = ((logprobs.sub_(case.old_logprobs) if changes else logprobs) * case.advantages).sum()
         else:
             call = linear_dapo_loss if kind.startswith("linear") else dapo_loss

@@ -195,6 +195,8 @@ def test_the_summary_counts_and_knows_the_size_of_a_real_model(tmp_path: Path) -
     assert memory_estimate(local, shape)["weights"] == 2 * 134_515_008
     lora = LoraConfig(targets=["q_proj", "v_proj"], rank=8)
     assert shape.adapter_parameters(lora) == 30 * 8 * ((576 + 576) + (576 + 192))
+    pattern, every = LoraConfig(targets=r".*\.q_proj"), LoraConfig()  # unknown which: at most all
+    assert shape.adapter_parameters(pattern) == shape.adapter_parameters(every) > 0
     (tmp_path / "config.json").write_text(json.dumps({"n_embd": 768, "n_layer": 12, "vocab_size": 50257}))
     assert model_shape(local.model) is None  # GPT-2
     assert "unknown" in summarize(local)["memory"]
