@@ -240,10 +240,17 @@ class Layout:
 
 def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor") -> None:
     """Raise TypeError unless ``value`` is a tensor that is whole on this rank."""
-    if type(value) is Tensor or type(value) is torch.nn.Parameter:
-        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: {name} must be {expected}, got {type(value).__name__}")
+    if value.is_nested or value.layout != torch.strided:
+        kind, remedy = (
+            ("nested", "values() are packed rows, offsets().int() their cu_seqlens")
+            if value.is_nested
+            else (str(value.layout).removeprefix("torch."), "pass its to_dense()")
+        )
+        raise TypeError(f"{caller}: {name} must be {expected} that is dense, got a {kind} one: {remedy}")
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return
     if hasattr(value, "device_mesh"):  # a DTensor; importing the class takes as long as the rest of the package
         raise TypeError(
             f"{caller}: {name} must be {expected} that this rank has all of, got a DTensor: call the loss inside the "

@@ -346,6 +346,8 @@ WRONG_TENSORS: list[Any] = [
     torch.zeros(T, V, H),
     torch.zeros(T, device="meta"),
     torch.zeros(3, T, dtype=torch.int64),
+    torch.zeros(T, V).to_sparse(),
+    torch.nested.nested_tensor([torch.zeros(3, V), torch.zeros(T - 3, V)], layout=torch.jagged),
 ]
 WRONG_NUMBERS: list[Any] = ["text", [1.0], None, math.nan, -1.0, 0.0, object(), torch.zeros(3, 3), 1j]
 # And values that are wrong for one of them.
