@@ -109,7 +109,7 @@ class Turn(NamedTuple):
 
     role: who wrote them, "assistant" or "environment".
     finish_reason: "stop" for a turn that the environment answered. For the last turn, why the episode ended: "done",
-    "max_turns" or "length".
+    "max_turns" or "length", also where the environment's next text did not fit.
     reward: what the environment returned for this turn, or None.
     """
 

@@ -43,7 +43,7 @@ class JobConfig(Section):
 
     name: MayChange[RunName] = "dapo"  # name of the run's folder
     output_dir: MayChange[LocalPath] = Path("runs")  # the run lives in output_dir/name
-    seed: NonNegativeInt = 0  # seed of all random numbers
+    seed: NonNegativeInt = 0  # of training; problems, the held-out split and evaluations do not depend on it
     eval_every: MayChange[NonNegativeInt] = 5  # steps; 0: only before the first and after the last step
     save_every: MayChange[NonNegativeInt] = 5  # steps; 0: only after the last step
     keep: MayChange[PositiveInt] = 2  # checkpoints kept; older ones are removed

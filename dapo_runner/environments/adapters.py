@@ -45,7 +45,7 @@ class TextArena(Environment):
             player, found = self.game.get_observation()
             observed = "\n".join(text for sender, text, _ in found if sender != player)
             if player == 0:
-                return Answer(observed, None, False)
+                return Answer(observed, 0.0, False)
             is_done = self._call(self.game.step, action=self.opponent(observed, self.random))[0]
         return Answer("", self.game.close()[0][0], True)
 

@@ -162,8 +162,8 @@ def _legend(study: StudyConfig, results: Sequence[Result], equal_tokens: float) 
         f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds "
         f"{', '.join(map(str, study.seeds))}. Half is the evaluation nearest to half of the tokens; at equal tokens is "
         f"interpolated at {equal_tokens:,.0f}, the fewest of any run. Entropy (nats per token), length (tokens) and "
-        f"truncated (share of responses) are means over the first and the last {tail}. Differences are "
-        "over the same seeds, with a 95 % confidence interval and the p of a paired t-test, as it is and corrected for "
+        f"truncated (share of responses) are means over the first and the last {tail}. Differences are over the seeds "
+        "of both variants, with a 95 % confidence interval and the p of a paired t-test, as it is and corrected for "
         f"all comparisons of this page (Holm). Each run had {study.threads} CPU threads."
     )
 

@@ -174,7 +174,7 @@ def test_a_game_of_textarena_has_random_numbers_of_its_own(monkeypatch: pytest.M
     assert games[0] == games[1] != games[2]
     assert games[0][0].startswith("-1: ")
     assert games[0][0].count(":") == 1  # not what the policy said itself
-    assert games[0][1][2] is False
+    assert games[0][1][1:] == (0.0, False)  # not None: an episode that does not end earns nothing
     assert games[0][-1] == ("", 1.0, True)
     monkeypatch.setitem(sys.modules, "textarena", None)
     with refused("env.kind"):
