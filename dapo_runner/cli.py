@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(*VERSION[0], **VERSION[1], version=version("dapo-kernels") or "not installed")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, described in COMMANDS.items():
-        added = commands.add_parser(name, help=described.help, allow_abbrev=False)
+        added = commands.add_parser(name, help=described.help, description=described.help, allow_abbrev=False)
         for names, options in described.arguments:
             added.add_argument(*names, **options)
         if described.takes:

@@ -43,9 +43,9 @@ def quiet_libraries() -> None:
 
 def print_rows(rows: Mapping[str, str]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=None, show_header=False)
+    table = Table("", Column(overflow="fold"), box=None, show_header=False)
     for label, text in rows.items():
         table.add_row(label, text)
     Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,8 +15,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(find_recipe(options.name, known=recipes() | studies()).read_text(encoding="utf-8"), end="")
         return 0
     for name, path in (recipes() | studies()).items():
-        with path.open(encoding="utf-8") as lines:
-            print(f"{name:<18} {next(lines).removeprefix('#').strip()}")
+        sentence = re.split(r"\.\s|\n[^#]", path.read_text("utf-8").removeprefix("# "), maxsplit=1)[0]
+        print(f"{name:<24}", sentence.replace("\n#", ""))
     return 0
 
 
@@ -39,5 +40,4 @@ def find_recipe(name: str, instead: str = "a YAML file", known: Mapping[str, Pat
 
 
 def _folder() -> Path:
-    folders = (parent / "recipes" for parent in Path(__file__).parents)
-    return next(folder for folder in folders if folder.is_dir())
+    return next(parent / "recipes" for parent in Path(__file__).parents if (parent / "recipes").is_dir())

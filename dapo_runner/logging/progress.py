@@ -23,7 +23,7 @@ class Progress:
         self.console = console or Console(quiet=True)
         times = (TimeElapsedColumn(), "left", TimeRemainingColumn(elapsed_when_finished=False))
         columns = ("step", MofNCompleteColumn(), BarColumn(bar_width=20), *times, "{task.fields[doing]}")
-        self.bar = Bar(*columns, console=self.console, disable=not live, speed_estimate_period=120)
+        self.bar = Bar(*columns, console=self.console, disable=not live, speed_estimate_period=86400)
         self.task = self.bar.add_task("", total=None, doing="")
 
     def start(self, done: int, total: int) -> None:

@@ -384,9 +384,11 @@ def test_everything_that_is_missing_is_named(tmp_path: Path, dapo: Dapo, monkeyp
 
 def test_recipes_are_found_by_name_anywhere(tmp_path: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    listed = [line.split()[0] for line in dapo("recipes").splitlines()]
+    listed, lines = zip(*(line.split(maxsplit=1) for line in dapo("recipes").splitlines()), strict=True)
     studies = [f"studies/{path.stem}" for path in sorted((ROOT / "recipes/studies").iterdir())]
-    assert listed == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")) + studies
+    assert [*listed] == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")) + studies
+    lora = lines[listed.index("qwen3-8b-lora-1gpu")]  # whole sentences, without the period
+    assert lora == "DAPO on Qwen3-8B-Base with low-rank adapters, on one GPU of 80 GB"
     printed = dapo("recipes", "tiny")
     assert printed == (ROOT / "recipes" / "tiny.yaml").read_text()
     Path("mine.yaml").write_text(printed)

@@ -130,7 +130,7 @@ function lines(common, color, share) {
   const line = { ...common, type: "scatter", mode, line: { color, width: 1.5 }, marker: { size: 4, color } };
   if (!share) return [line];
   const raw = { ...line, mode: "lines", opacity: 0.25, hoverinfo: "skip", hovertemplate: null };
-  return [raw, { ...line, mode: "lines", y: smooth(common.y, share), line: { color, width: 2 } }];
+  return [raw, { ...line, y: smooth(common.y, share), line: { color, width: 2 } }];
 }
 
 function drawChart(chart) {
@@ -156,7 +156,8 @@ function drawChart(chart) {
 }
 
 function meaning({ key }) {
-  return `${key}: ${data.meanings[key] ?? "seconds of the phases of a step"}`;
+  const pattern = key.replace(/\/.*?(_std)?$/, "/*$1"); // of a reward's parts
+  return `${key}: ${data.meanings[key] ?? data.meanings[pattern] ?? "seconds of the phases of a step"}`;
 }
 
 function drawCurves() {
@@ -164,7 +165,8 @@ function drawCurves() {
   const elements = found.map(drawChart);
   document.getElementById("curves").replaceChildren(...elements);
   document.getElementById("zero").textContent = zero.length ? `0 at every step: ${zero.join(", ")}` : "";
-  const axis = { gridcolor: theme("line"), zerolinecolor: theme("line"), linecolor: theme("line"), exponentformat: "e" };
+  const axis = { gridcolor: theme("line"), zerolinecolor: theme("line"), linecolor: theme("line"), exponentformat: "e",
+    automargin: true };
   const title = (text) => ({ text: plain(text), font: { size: 11 } });
   found.forEach((chart, place) => {
     const { panel } = chart;
@@ -272,7 +274,8 @@ function chooser(values, label, chosen, onChoice) {
 }
 
 function drawRollouts() {
-  document.getElementById("legend").hidden = true; // until a response with values per token is drawn
+  // Until a response with values per token is drawn.
+  for (const id of ["legend", "token"]) document.getElementById(id).hidden = true;
   document.getElementById("scale").textContent = SCALES[setting("colour")];
   document.getElementById("together").hidden = shown.size < 2;
   let leader = null; // a promise of the group that the first run shows
@@ -340,7 +343,7 @@ async function fill(column, run, leader) {
 
 function drawGroup(group) {
   const { prompt } = group;
-  const head = make("div", "", `${prompt.source} ${prompt.id} · expected ${prompt.answer}`);
+  const head = make("div", "", `${prompt.source} ${prompt.id}${prompt.answer && ` · expected ${prompt.answer}`}`);
   return [head, make("div", "prompt", prompt.text), ...wanted(group).map((sample, place) => drawSample(sample, place < 4))];
 }
 
@@ -400,7 +403,7 @@ function tokens(sample) {
   const columns = sample.per_token;
   const turns = sample.turns ?? [{ role: "assistant", text: sample.response, start: 0, end: Infinity }];
   if (!columns) return turns.map((turn) => make("span", turn.role, turn.text));
-  document.getElementById("legend").hidden = false;
+  for (const id of ["legend", "token"]) document.getElementById(id).hidden = false;
   const colour = setting("colour");
   return columns.text.map((text, place) => {
     const token = Object.fromEntries(Object.keys(columns).map((name) => [name, columns[name][place]]));

@@ -32,7 +32,7 @@ from dapo_runner.logging.metrics import (
     prefixed,
     sampling_metrics,
 )
-from dapo_runner.logging.progress import make_progress
+from dapo_runner.logging.progress import Progress, make_progress
 from dapo_runner.logging.reflection import reflection_metrics
 from dapo_runner.logging.report import MOST_BARS, REPORT_FILE, draw, write_report
 from dapo_runner.logging.speed import training_flops
@@ -212,6 +212,17 @@ def written(mode: str, terminal: bool, figures: dict[str, float] = FIGURES) -> s
     progress.evaluation(1, {"avg@4": 0.875, "exam/avg@4": 0.5, "exam/cons@4": 0.5, "problems": 40.0, "length": 3.0})
     progress.close()
     return file.getvalue()
+
+
+def test_long_steps_have_a_remaining_time() -> None:
+    clock = [0.0]
+    progress = Progress()
+    progress.bar.get_time = lambda: clock[0]
+    progress.start(0, 10)
+    for step in range(1, 4):
+        clock[0] = 600.0 * step
+        progress.bar.update(progress.task, completed=step)
+    assert progress.bar.tasks[0].time_remaining == 7 * 600
 
 
 def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> None:

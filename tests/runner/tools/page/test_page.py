@@ -357,6 +357,21 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
+def test_the_first_step_on_a_narrow_screen(open_page: Any, tmp_path: Path) -> None:
+    log_metrics(tmp_path / "a", 1, **{"reward/brief": 0.5, "reward/brief_std": 0.1, "train/lr": 1e-4})
+    write_rollouts(tmp_path / "a", 1, per_token=False)
+    page = open_page(write_page([tmp_path / "a"], tmp_path / "page.html").as_uri())
+    page.set_viewport_size({"width": 375, "height": 700})
+    until(page, "document.querySelector('.chart svg').clientWidth < 360")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    drawn = "[...document.querySelectorAll('.panel')].map(panel => panel.querySelectorAll('.point').length > 0)"
+    assert all(page.evaluate(drawn))
+    titles = page.evaluate("[...document.querySelectorAll('.panel h3')].map(title => title.title)")
+    assert not any("seconds" in title for title in titles)
+    assert any(title.startswith("reward/brief: ") for title in titles)
+    assert not page.is_visible("#token")  # nothing can be clicked
+
+
 def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
     def shown() -> tuple[list[str], int]:
         """The step of each run, and how many prompts there are."""
