@@ -148,7 +148,7 @@ class TextRule(WorkerRule):
         self._idle.append(worker)
         found = json.loads(written)
         if "refused" in found:
-            raise ConfigError(f"reward json: expected a JSON schema, got {found['refused']}. Set data.columns.answer.")
+            raise ConfigError(f"reward json: expected JSON schemas as reference answers, got {found['refused']}")
         return Verdict(**found)
 
     def _take_worker(self) -> Worker:
