@@ -38,6 +38,12 @@ SHORT = 128
 # Maximum share of padding in a bucket. For short sequences a separate call costs more than padding.
 MAX_PADDING = 0.25
 
+# Options of transformers' attention functions that are applied, or do not change scores. Without any other (sinks,
+# sparse blocks, a position bias) the result would be wrong.
+CAUSAL = ("is_causal", True)
+OPTIONS = {"scaling", "sliding_window", "softcap", "dropout", "position_ids", "cache_position", "use_cache"}
+OPTIONS |= {"logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
@@ -144,10 +150,11 @@ def packed_attention(
 
 def _scoring(name: str, mask: Tensor | None, kernel: Kernel, options: dict[str, Any]) -> _Scoring:
     window = options.get("sliding_window") if mask is None else mask.shape[-1]
-    softcap, has_sinks = options.get("softcap"), options.get("s_aux") is not None
-    if has_sinks or (mask is not None and mask.numel()):
-        feature = "attention sinks" if has_sinks else "masks"
-        raise ConfigError(f"model.path: packed attention is not supported with the {feature} of {name}")
+    given = [option for option, value in options.items() if value is not None and (option, value) != CAUSAL]
+    given += ["attention_mask"] if mask is not None and mask.numel() else []
+    if unknown := sorted({*given} - OPTIONS):
+        raise ConfigError(f"model.path: packed attention is not supported with {' and '.join(unknown)} of {name}")
+    softcap = options.get("softcap")
     if softcap is not None and kernel != "flash":
         raise ConfigError(
             f"model.attention: {name} caps its scores and requires flash, got {kernel}. Install flash-attn and set "

@@ -31,6 +31,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
@@ -213,11 +214,22 @@ def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path) -> None:
         ("llama4_text", Llama4TextConfig(**SIZES, attention_chunk_size=4)),
         ("DogeAttention", DogeConfig(**SIZES)),
         ("doge", DogeConfig(**SIZES, sliding_window=4)),
+        ("is_causal of LlamaAttention", LlamaConfig(**SIZES, is_causal=False)),
+        ("s_aux of GptOssAttention", GptOssConfig(**SIZES, head_dim=8, num_local_experts=4)),
     ],
 )
 def test_a_model_that_cannot_be_trained_packed_is_refused_by_name(name: str, config: Any, tmp_path: Path) -> None:
     path = saved(config, tmp_path)
     with refused(name):
+        load(path)
+
+
+def test_sparse_attention_is_refused_by_name(tmp_path: Path) -> None:
+    """Few tokens do not show it: they are one block."""
+    kind = pytest.importorskip("transformers.models.minimax_m3_vl").MiniMaxM3VLTextConfig
+    layers = ["full_attention", "minimax_m3_sparse"]
+    path = saved(kind(**SIZES, head_dim=8, num_local_experts=4, layer_types=layers), tmp_path)
+    with refused("MiniMaxM3VLAttention", parts=["block_indices"]):
         load(path)
 
 
