@@ -177,9 +177,6 @@ def load_model(
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **options, **trust)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0  # two passes over one policy must agree, also in train mode (for checkpointing)
     return _in_own_memory(model.to(device)).eval()
 
 
@@ -292,7 +289,8 @@ def _prepare(model: Any, config: ModelConfig) -> None:
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         if config.compile or config.gradient_checkpointing == "offload":
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=partial(_checkpoint, config))
-        model.train()  # transformers recomputes only in train mode
+        for module in model.modules():  # layers are recomputed in train mode; in it their parts would draw at random
+            module.training = getattr(module, "gradient_checkpointing", False)
     if config.compile:
         if not _blocks(model):
             raise ConfigError(f"model.compile: is not supported with {type(model).__name__}. Set it to false.")

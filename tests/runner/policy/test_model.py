@@ -40,6 +40,7 @@ from transformers import (
     PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Starcoder2Config,
 )
 
 from dapo_runner.config import LoraConfig, ModelConfig
@@ -197,12 +198,27 @@ def test_a_model_of_the_hub_may_checkpoint_any_function(
     assert compilations.count(torch.nn.Linear.forward) == compiled
 
 
-def test_dropout_of_a_model_is_off_even_in_train_mode(tmp_path: Path) -> None:
-    policy = load(saved(ARCHITECTURES["gpt2, learned positions"], tmp_path), gradient_checkpointing=True)
-    assert policy.model.training
-    (batch,) = pack([make_sequence(2, 5)], token_budget=16)
-    with torch.no_grad():
-        assert torch.equal(policy.hidden_states(batch), policy.hidden_states(batch))
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(**TINY_GPT2, n_positions=256),
+        MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.3),
+        PhimoeConfig(**SIZES, num_local_experts=4),
+        Starcoder2Config(**SIZES, residual_dropout=0.3),
+    ],
+)
+def test_layers_that_are_recomputed_draw_nothing_at_random(config: Any, tmp_path: Path) -> None:
+    """Neither dropout, as a module or a function, nor noise or sampling of routers."""
+    found, calls, (batch,) = [], list[int](), pack([make_sequence(2, 5)], token_budget=16)
+    for values in ({}, {"gradient_checkpointing": True}):
+        policy = load(saved(config, tmp_path / str(len(found))), **values)
+        norm = next(module for name, module in policy.model.named_modules() if name.endswith(("layernorm", "ln_1")))
+        norm.register_forward_pre_hook(lambda *_: calls.append(1))
+        hidden = policy.hidden_states(batch)
+        hidden.square().sum().backward()
+        found.append([hidden.detach(), *(weight.grad for weight in policy.model.parameters())])
+    assert len(calls) == 1 + 2
+    torch.testing.assert_close(*found, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
