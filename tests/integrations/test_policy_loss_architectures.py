@@ -25,24 +25,24 @@ roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 cpmant xlm xlnet
 llama4 llama4_text mllama
 """
-# Served padded, not packed: no mask from position_ids; convolutions and recurrent states.
+# Served padded, not packed: no mask from position_ids; convolutions and recurrent states; blocks of the whole batch.
 PADDED_ONLY = """
 afmoe bart bert-generation bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt falcon gpt_oss marian mbart mpt
 mvp openai-gpt opt pegasus plbart reformer trocr xglm
-bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h
-olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv
-xlstm zamba zamba2 zaya
+bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text jamba kimi_linear lfm2_moe mamba mamba2 minimax
+minimax_m3_vl_text nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
+qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
 """
-# Not served with left padding: no position_ids, or states and convolutions that see it.
+# Not served with left padding: no position_ids, or states, convolutions and blocks that see it.
 RIGHT_PADDED_ONLY = """
 bart bigbird_pegasus blenderbot blenderbot-small blt marian mbart mvp pegasus plbart trocr whisper
-recurrent_gemma reformer rwkv xlstm
+minimax_m3_vl_text recurrent_gemma reformer rwkv xlstm
 """
 # Those of every run, one for each way in which a model differs; the rest takes minutes.
 ALWAYS = """
 llama gemma2 granite cohere hyperclovax gpt2
 bert llama4_text xlnet
-bart bloom gpt_oss recurrent_gemma xlstm inkling_text rwkv lfm2_moe
+bart bloom gpt_oss recurrent_gemma xlstm inkling_text rwkv lfm2_moe minimax_m3_vl_text
 """
 
 

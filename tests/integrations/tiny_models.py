@@ -52,6 +52,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 4, "n_groups": 1},
     "mimo_v2_flash": {"num_key_value_heads": 1},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "nemotron_h": {"n_groups": 1},
     "reformer": {
         "axial_pos_shape": [8, 8],
