@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dapo_runner.config import ConfigError, LoraConfig
 from dapo_runner.packages import PEFT, meets
@@ -63,9 +64,9 @@ def has_adapters(model: Any) -> bool:
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters with adapters merged in, and the persistent buffers: the model for an engine.
 
-    Parameters are whole and in ``dtype``; shards are converted before they are sent. Weight and adapter are added in
-    float32 and rounded once. In bfloat16 an adapter's change of less than half the weight's last bit (2⁻⁹ to 2⁻⁸ of it)
-    is lost in the engine, but not in training.
+    Parameters are whole. Shards are converted to ``dtype`` before they are sent; others keep theirs, for some routers
+    float32. Weight and adapter are added in float32 and rounded once. In bfloat16 an adapter's change of less than half
+    the weight's last bit (2⁻⁹ to 2⁻⁸ of it) is lost in the engine, but not in training.
     """
     adapted = {f"{name}.base_layer.weight": module for name, module in model.named_modules() if _is_adapted(module)}
     with torch.no_grad():
@@ -73,9 +74,9 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
             if not isinstance(parameter, nn.Parameter):
                 yield name, parameter
             elif ".lora_" not in name:
-                weight = whole(parameter.detach().to(dtype))
+                weight = whole(parameter.detach().to(dtype) if isinstance(parameter, DTensor) else parameter.detach())
                 if name in adapted:
-                    weight = (weight.float() + _product(adapted[name], dtype)).to(dtype)
+                    weight = (weight.float() + _product(adapted[name], dtype)).to(weight.dtype)
                 yield name.replace(".base_layer.", "."), weight
 
 

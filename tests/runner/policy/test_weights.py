@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from builders import save_model
 from experts import small_experts
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dapo_runner.config import ModelConfig
 from dapo_runner.engines.engine import loadable_weights
-from dapo_runner.policy.model import Policy
+from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.policy.weights import layer_of
 from dapo_runner.tiny_model import make_tokenizer
 
@@ -56,6 +58,24 @@ def test_an_engine_is_sent_what_a_checkpoint_holds(kind: str, tmp_path: Path) ->
     assert {name: tuple(x.shape) for name, x in sent.items()} == {name: tuple(x.shape) for name, x in saved.items()}
     for name, tensor in saved.items():
         assert torch.equal(sent[name].to(tensor.dtype), tensor), name
+
+
+def test_what_a_model_computes_in_float32_is_sent_in_float32(tmp_path: Path) -> None:
+    """In bfloat16, experts whose corrections differ little would be equal."""
+    config = small_experts("ernie4_5_moe", moe_num_experts=8).config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    save_model(model, make_tokenizer(), tmp_path)
+    policy = load_policy(tmp_path, ModelConfig(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu"))
+    weights = dict(policy.model.named_parameters())
+    precise = {name for name, weight in weights.items() if weight.dtype == torch.float32}
+    assert any(name.endswith("gate.weight") for name in precise)
+    assert len(precise) < len(weights)
+    with torch.no_grad():
+        for name in precise:
+            weights[name].add_(torch.linspace(1.0, 1.001, weights[name].numel()).view_as(weights[name]))
+    for name, sent in policy.named_weights():
+        assert sent.dtype == weights[name].dtype, name
+        assert torch.equal(sent, weights[name]), name
 
 
 def test_the_layer_of_a_tensor_is_the_outermost() -> None:
