@@ -54,7 +54,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         )
     for name, module in model.named_modules():
         if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):
-            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. Leave it out")
+            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. Set it to [q_proj, v_proj]")
 
 
 def has_adapters(model: Any) -> bool:

@@ -283,7 +283,10 @@ def _blocks(model: Any) -> list[nn.Module]:
 
 
 def _prepare(model: Any, config: ModelConfig) -> None:
-    """Turn on gradient checkpointing and compile the layers, if configured."""
+    """Turn on gradient checkpointing and compile the layers, if configured. Raises ConfigError."""
+    for key, works in (("compile", _blocks(model)), ("gradient_checkpointing", model.supports_gradient_checkpointing)):
+        if getattr(config, key) and not works:
+            raise ConfigError(f"model.{key}: is not supported with {type(model).__name__}. Set it to false.")
     if config.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.24 on
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -292,8 +295,6 @@ def _prepare(model: Any, config: ModelConfig) -> None:
         for module in model.modules():  # layers are recomputed in train mode; in it their parts would draw at random
             module.training = getattr(module, "gradient_checkpointing", False)
     if config.compile:
-        if not _blocks(model):
-            raise ConfigError(f"model.compile: is not supported with {type(model).__name__}. Set it to false.")
         # All layers share one compilation for any number of positions. Attention is not compiled.
         for block in _blocks(model):
             block.compile(dynamic=True)
@@ -321,10 +322,7 @@ def _checkpoint(config: ModelConfig, layer: Callable[..., T], *arguments: Any) -
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> None:
-    """Run a few tokens. Raise ConfigError if the architecture does not support packing, shared prefixes or the loss.
-
-    In state-space layers packed sequences are not separate. Some models scale their logits.
-    """
+    """Run a few tokens. Raise ConfigError if the architecture does not support packing, shared prefixes or the loss."""
     name, config = type(policy.model).__name__, policy.model.config
     vocab_size = config.get_text_config(decoder=True).vocab_size
 
@@ -350,7 +348,7 @@ def check_policy(policy: Policy) -> None:
         if LogitRule.of(config, 1.0) != LogitRule(policy.head.softcap, 1.0):
             raise ValueError(f"{name} scales its logits")
         check_logits(policy.model, hidden, logits)
-    except ValueError as error:
-        raise ConfigError(f"model.path: requires finite weights and causal packed attention, got: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:  # some models pass no options to their attention
+        raise ConfigError(f"model.path: requires finite weights and packed attention, got {name}: {error}") from error
     if policy.routing is not None:
         policy.routing.check(lambda: hidden_of(ids, [len(ids)]), n_positions=len(ids))

@@ -8,7 +8,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from builders import make_config, make_prompt, pack, random_sequences
+from builders import make_config, make_prompt, pack, random_sequences, save_model
+from experts import small_experts
 from learners import CPU, config_of
 from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -23,6 +24,7 @@ from dapo_runner.policy.lora import add_adapters, merged_weights
 from dapo_runner.policy.model import Policy, load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
+from dapo_runner.tiny_model import make_tokenizer
 
 WITH_HEAD = {"targets": ["q_proj", "lm_head"]}
 
@@ -141,6 +143,9 @@ def test_targets_that_cannot_be_adapted_are_refused(model_folder: Path, tmp_path
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
     with refused("model.lora.targets"):
         load(tmp_path, targets=["lm_head"])
+    save_model(small_experts("mixtral"), make_tokenizer(), tmp_path / "experts")
+    with refused("model.lora.targets", parts=["q_proj"]):
+        load(tmp_path / "experts", targets="all-linear")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    CTRLConfig,
     DeepseekV2Config,
     DogeConfig,
     Gemma2Config,
@@ -40,6 +41,7 @@ from transformers import (
     PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -231,6 +233,7 @@ def test_layers_that_are_recomputed_draw_nothing_at_random(config: Any, tmp_path
         ("DogeAttention", DogeConfig(**SIZES)),
         ("doge", DogeConfig(**SIZES, sliding_window=4)),
         ("is_causal of LlamaAttention", LlamaConfig(**SIZES, is_causal=False)),
+        ("StableLmForCausalLM", StableLmConfig(**SIZES)),
         ("s_aux of GptOssAttention", GptOssConfig(**SIZES, head_dim=8, num_local_experts=4)),
     ],
 )
@@ -238,6 +241,12 @@ def test_a_model_that_cannot_be_trained_packed_is_refused_by_name(name: str, con
     path = saved(config, tmp_path)
     with refused(name):
         load(path)
+
+
+def test_a_model_that_cannot_recompute_its_layers_is_refused_by_name(tmp_path: Path) -> None:
+    path = saved(CTRLConfig(vocab_size=61, n_embd=32, dff=48, n_layer=2, n_head=4), tmp_path)
+    with refused("model.gradient_checkpointing", parts=["CTRLLMHeadModel"]):
+        load(path, gradient_checkpointing=True)
 
 
 def test_sparse_attention_is_refused_by_name(tmp_path: Path) -> None:
