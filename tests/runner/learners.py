@@ -16,6 +16,7 @@ from dapo_runner.algorithms.optimizer import MasterWeights
 from dapo_runner.config import Config
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
+from dapo_runner.policy import model as policy_model
 from dapo_runner.policy.model import Policy, load_policy
 
 CPU = torch.device("cpu")
@@ -58,6 +59,19 @@ def world_of(config: Config) -> World:
         return SINGLE_PROCESS
     size = dist.get_world_size()
     return make_world(make_layout(config, size, size), dist.get_rank(), "cpu")
+
+
+def check_each_kind_once() -> None:
+    """In this process, for ranks: of like models ``load_policy`` checks the first alone. A check is nine passes."""
+    check, seen = policy_model.check_policy, set[Any]()
+
+    def once(policy: Policy) -> None:
+        kind = (policy.world.layout, type(policy.model), hasattr(policy.model, "value_head"), policy.compute)
+        if kind not in seen or policy.routing is not None:  # whose check counts the experts
+            seen.add(kind)
+            check(policy)
+
+    policy_model.check_policy = once
 
 
 def scale_weights(policy: Policy, factor: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders import file_size_limit, make_group, make_prompt, save_model
 from experts import small_experts
-from learners import config_of, open_learner
+from learners import check_each_kind_once, config_of, open_learner
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_updates import save_models, sequences_for, world_of
@@ -139,6 +139,7 @@ def fail(models: Path, case: str, folder: Path, n: int) -> list[tuple[list[str],
 
 
 def carry_out(rank: int, n: int, models: Path, plan: list[tuple[Any, str, Path]]) -> None:
+    check_each_kind_once()
     outcomes = [do(models, case, folder, n) for do, case, folder in plan]
     if rank == 0:
         torch.save(outcomes, models / "outcomes.pt")

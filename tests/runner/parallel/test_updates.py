@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from builders import paired, random_sequences, save_model, with_lists
 from experts import small_experts
-from learners import assert_same_gradients, config_of, open_learner, update, world_of
+from learners import assert_same_gradients, check_each_kind_once, config_of, open_learner, update, world_of
 from ranks import on_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -201,6 +201,7 @@ def run_case(path: Path, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_layouts(rank: int, n: int, models: Path) -> None:
+    check_each_kind_once()
     found = [
         run_case(models / model, name, parallel)
         for parallel, model, names in LAYOUTS
