@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -84,6 +85,7 @@ def _serve(listener: socket.socket, life: socket.socket, program: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # collections leave out what all processes have
     sys.executable = program
     multiprocessing.set_executable(program)
     while life not in select.select([listener, life], [], [])[0]:

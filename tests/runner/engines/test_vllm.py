@@ -286,11 +286,14 @@ def test_two_ranks(whole: Path, tmp_path: Path, python: str, share: int) -> None
 
 
 # The last one: when this engine goes, it takes vLLM's process groups with it.
-def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner) -> None:
+def test_a_compiled_engine_takes_new_weights(tiny: Path, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tiny, rollout={"vllm": {"kv_cache_gib": 0.25, "enforce_eager": False}})
-    engine = VLLMEngine(tiny, make_tokenizer(), config, CPU, SINGLE_PROCESS)
-    probe = prober(engine, learner)
-    assert probe(engine, learner)["gap_max"] < 1e-4
-    change(learner)
-    engine.update_weights(learner.policy.named_weights())
-    assert probe(engine, learner)["gap_max"] < 1e-4
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)  # as `make test-vllm` sets it
+    with torch._dynamo.config.patch(disable=False):
+        engine = VLLMEngine(tiny, make_tokenizer(), config, CPU, SINGLE_PROCESS)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        probe = prober(engine, learner)
+        assert probe(engine, learner)["gap_max"] < 1e-4
+        change(learner)
+        engine.update_weights(learner.policy.named_weights())
+        assert probe(engine, learner)["gap_max"] < 1e-4

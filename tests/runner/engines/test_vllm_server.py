@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -61,13 +60,13 @@ def with_rollout(config: Config, **values: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def server(config: Config, python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Under way; the engine waits for it. It serves synchronous and asynchronous rollouts."""
     folder = tmp_path_factory.mktemp("serve")
     recipe = folder / "recipe.yaml"
     ahead = with_rollout(config, max_staleness=1, correction=CorrectionConfig(weights="token"))
     recipe.write_text(dump_config(ahead))
-    with running([sys.executable, "-m", "dapo_runner", "serve", str(recipe)], folder / "log"):
+    with running([python, "-m", "dapo_runner", "serve", str(recipe)], folder / "log"):
         yield
     assert key_file(config.rollout.server.urls[0]).read_text() not in (folder / "log").read_text()
 
