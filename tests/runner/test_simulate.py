@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import make_config
-from learners import world_of
+from learners import check_each_kind_once, world_of
 from ranks import on_ranks
 from small import Dapo
 from torch.torch_version import TorchVersion
@@ -126,6 +126,7 @@ def measure(path: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_all(rank: int, path: Path, cases: list[dict[str, Any]], out: Path) -> None:
+    check_each_kind_once()
     results = [measure(path, case) for case in cases]
     if rank == 0:
         out.write_text(json.dumps(results))
