@@ -5,12 +5,13 @@ finish before the kill. A second signal stops at once.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -23,15 +24,14 @@ def end_with_parent() -> None:
     arrive once per thread of the parent and look like a repeated Ctrl-C.
     """
     if platform.system() == "Linux":
-        pr_set_pdeathsig = 1  # prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG in prctl.h
 
 
 class StepAbandonedError(BaseException):
     """The step was abandoned, to end before a kill. It is not an Exception, so that no reward function catches it."""
 
-    def __init__(self, reason: str = "it would not end before the process is killed") -> None:
-        super().__init__(reason)
+    def __str__(self) -> str:
+        return "it would not end before the process is killed"
 
 
 class StopRequest:
@@ -53,11 +53,20 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            os.register_at_fork(after_in_child=self._enter_child)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _enter_child(self) -> None:
+        """Let SIGTERM end a process that a reward has forked, for its ``terminate()``. Ctrl-C reaches it with the run,
+        whose step still needs it.
+        """
+        if self._before:
+            signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
+            self.note = lambda text: None
 
     def expect_step(self, seconds: float) -> None:
         """Set the expected duration of the step that begins now."""
@@ -75,6 +84,7 @@ class StopRequest:
         try:
             self._abandon_if_late()
             yield
+            self._abandon_if_late()  # a bare `except:` of a reward may have caught the first one
         finally:
             self._may_abandon = False
 
@@ -92,4 +102,5 @@ class StopRequest:
         if number == signal.SIGTERM:
             self._terminated, self._killed = now, now + self.grace
         self._abandon_if_late()
-        self.note("stopping after this step, which will be saved. Press Ctrl-C again to stop at once.")
+        with suppress(RuntimeError):  # the signal came during a write to the same output
+            self.note("stopping after this step, which will be saved. Press Ctrl-C again to stop at once.")

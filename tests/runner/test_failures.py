@@ -5,6 +5,7 @@ happened: an error in any phase, Ctrl-C, SIGTERM, an engine that is out of sync.
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import random
 import re
@@ -12,7 +13,9 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 from typing import Any
@@ -34,6 +37,7 @@ from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.loop import train
 from dapo_runner.rollout.probe import OutOfSyncError
+from dapo_runner.threads import in_thread
 
 Ending = tuple[str, int, list[signal.Signals], int | None]  # phase, the how-manieth, signals, the step that is saved
 CALLS = list[int]()
@@ -330,6 +334,54 @@ def test_only_sigterm_abandons_a_step_and_only_where_it_may() -> None:
         assert stop.is_late
         with pytest.raises(StepAbandonedError), stop.abandoning():
             pass
+
+
+def test_a_bare_except_does_not_keep_a_step_that_is_abandoned() -> None:
+    with StopRequest(grace=1e-9) as stop:
+        stop.expect_step(1000.0)
+        with pytest.raises(StepAbandonedError), stop.abandoning(), suppress(BaseException):
+            send(SIGTERM)
+
+
+@pytest.mark.parametrize("call", [lambda work: work(), lambda work: in_thread(work).result()])
+def test_a_process_that_a_reward_forks_ends_at_sigterm_and_goes_on_after_ctrl_c(call: Callable[..., Any]) -> None:
+    def exit_codes() -> list[int | None]:
+        start = multiprocessing.get_context("fork").Process
+        children = [start(target=time.sleep, args=(60,)), start(target=partial(send, SIGINT))]
+        for child in children:
+            child.start()
+        children[0].terminate()
+        for child in children:
+            child.join(20)
+            child.kill()
+        return [child.exitcode for child in children]
+
+    with StopRequest() as stop:
+        assert call(exit_codes) == [-SIGTERM, 0]
+    assert not stop.requested
+    assert call(exit_codes) == [-SIGTERM, 1]
+
+
+def test_a_signal_during_a_write_to_a_full_pipe_is_a_request() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(1024))
+    os.set_blocking(writing, True)
+    with os.fdopen(writing, "w") as full, StopRequest(lambda text: print(text, file=full, flush=True)) as stop:
+
+        def interrupt() -> None:
+            time.sleep(0.2)  # the main thread is in `print` by then
+            send(SIGINT)
+            while os.read(reading, 1 << 16):
+                pass
+
+        read = in_thread(interrupt)
+        print("step 1", file=full, flush=True)
+        assert stop.requested
+    read.result()
+    os.close(reading)
 
 
 def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
