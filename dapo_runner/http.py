@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
-from functools import lru_cache
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -25,6 +25,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = 10.0  # seconds to establish a connection
 SHOWN = 300  # characters of an answer that an error message shows
 _STARTING = threading.Lock()
+LOOPS: dict[str, asyncio.AbstractEventLoop] = {}
+os.register_at_fork(after_in_child=LOOPS.clear)  # a fork has no threads of its parent
 HEADERS = {"User-Agent": "dapo-runner", "Accept-Encoding": "identity"}
 
 
@@ -42,9 +44,9 @@ class HTTPError(RunError):
         self.status, self.waited, self.retry_after = status, waited, retry_after
 
 
-def start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine on the shared event loop."""
-    return asyncio.run_coroutine_threadsafe(work, shared_loop())
+def start(work: Coroutine[Any, Any, T], loop: str = "http") -> Future[T]:
+    """Run a coroutine on a shared event loop."""
+    return asyncio.run_coroutine_threadsafe(work, shared_loop(loop))
 
 
 def wait(future: Future[T]) -> T:
@@ -61,16 +63,19 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return wait(start(work))
 
 
-def shared_loop() -> asyncio.AbstractEventLoop:
+def shared_loop(name: str = "http") -> asyncio.AbstractEventLoop:
+    """Return the event loop ``name``, which runs in a thread of its own."""
     with _STARTING:
-        return _start_loop(os.getpid())
+        if name not in LOOPS:
+            LOOPS[name] = asyncio.new_event_loop()
+            threading.Thread(target=_run_forever, args=(LOOPS[name],), name=name, daemon=True).start()
+        return LOOPS[name]
 
 
-@lru_cache
-def _start_loop(process: int) -> asyncio.AbstractEventLoop:  # per process: a fork has no threads of its parent
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
-    return loop
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with suppress(SystemExit):  # raised by a task, whose future has it too
+            loop.run_forever()
 
 
 async def request(

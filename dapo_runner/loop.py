@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
 from dapo_runner.config import Config, check_config
-from dapo_runner.logging.progress import Progress, make_progress
+from dapo_runner.logging.progress import Progress, RunConsole, make_progress
 from dapo_runner.run.start import open_run
 from dapo_runner.run.steps import TrainedStep
 
@@ -32,7 +30,7 @@ def train(config: Config, progress: Progress | None = None) -> Path:
         'tiny'
     """
     check_config(config)
-    progress = make_progress(config.logging.progress, Console()) if progress is None else progress
+    progress = make_progress(config.logging.progress, RunConsole()) if progress is None else progress
     with open_run(config, progress) as run:
         run.probe()
         if run.owes_evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Literal
 
@@ -14,6 +15,14 @@ from dapo_runner.rollout.group_buffer import SamplingStats
 
 Figures = Mapping[str, float]
 SPEED = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
+
+
+class RunConsole(Console):
+    """A console that ends the run when its output is closed, at the next line of the main thread."""
+
+    def on_broken_pipe(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # no other thread can end the run
+            super().on_broken_pipe()
 
 
 class Progress:

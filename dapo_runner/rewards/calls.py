@@ -11,14 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
+from dapo_runner import http
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.errors import RunError, describe_error
-from dapo_runner.http import HTTPError
 from dapo_runner.threads import in_thread, map_in_threads
 from dapo_runner.types import Completion, Prompt, Verdict
 
@@ -98,7 +96,7 @@ class CallingReward:
 
 def pause(attempt: int, error: BaseException, longest: float) -> None:
     """Wait before a retry: for PAUSE × 2^attempt seconds, or for those that the server asks for, up to ``longest``."""
-    asked = error.retry_after if isinstance(error, HTTPError) else 0.0
+    asked = error.retry_after if isinstance(error, http.HTTPError) else 0.0
     time.sleep(max(PAUSE * 2**attempt, min(asked, longest)))
 
 
@@ -125,15 +123,15 @@ def call_with_timeout(seconds: float, function: Callable[[], Any], is_async: boo
     connections that a function keeps open belong to it.
     """
     if is_async:
-        future = asyncio.run_coroutine_threadsafe(function(), event_loop())
+        future = http.start(function(), "rewards")
     elif threading.current_thread() is threading.main_thread():
         return _call_with_alarm(seconds, function)
     else:
         future = in_thread(function)
     if not wait([future], seconds).done:
         future.cancel()
-        if is_async and not wait([asyncio.run_coroutine_threadsafe(asyncio.sleep(0), event_loop())], 1.0).done:
-            event_loop.cache_clear()  # a function blocks the loop: other calls get a new one
+        if is_async and not wait([http.start(asyncio.sleep(0), "rewards")], 1.0).done:
+            http.LOOPS.pop("rewards", None)  # a function blocks the loop: other calls get a new one
         raise CallTimeoutError(seconds)
     return future.result()
 
@@ -155,16 +153,3 @@ def _call_with_alarm(seconds: float, function: Callable[[], Any]) -> Any:
     if time.monotonic() - start > seconds:
         raise CallTimeoutError(seconds)
     return result
-
-
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        while True:
-            with suppress(SystemExit):  # raised by a function
-                loop.run_forever()
-
-    threading.Thread(target=run, daemon=True, name="rewards").start()
-    return loop

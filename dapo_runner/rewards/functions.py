@@ -21,15 +21,7 @@ from typing import Any
 
 from dapo_runner.config import ConfigError, RewardConfig
 from dapo_runner.plugins import import_function
-from dapo_runner.rewards.calls import (
-    ASYNC_CALLS,
-    Call,
-    CallingReward,
-    Verdicts,
-    call_with_timeout,
-    event_loop,
-    first_error,
-)
+from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, Verdicts, call_with_timeout, first_error
 from dapo_runner.rewards.trl import from_trl
 from dapo_runner.types import Completion, Prompt, Verdict
 
@@ -55,8 +47,6 @@ class FunctionReward(CallingReward):
                 f"{signature}. dapo_runner.rewards.trl.from_trl converts one of TRL."
             )
         self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
-        if self.is_async:
-            event_loop()  # made by this thread: threads that call it first at the same time would make several
         super().__init__(name, config, ASYNC_CALLS if self.is_async else 1)
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:

@@ -6,14 +6,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from dapo_runner.algorithms.packing import count_training_tokens
 from dapo_runner.config import Config, ConfigError, SftConfig, check_config, check_schedule, failures
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import prefixed
-from dapo_runner.logging.progress import Progress, make_progress
+from dapo_runner.logging.progress import Progress, RunConsole, make_progress
 from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer
@@ -33,7 +31,7 @@ def sft(recipe: SftConfig, progress: Progress | None = None) -> Path:
     CheckpointError, RankLostError.
     """
     check_config(recipe)
-    progress = make_progress(recipe.logging.progress, Console()) if progress is None else progress
+    progress = make_progress(recipe.logging.progress, RunConsole()) if progress is None else progress
     context = open_context(recipe.training(), progress)
     with context.closed_on_error():
         opened = _open_sft(recipe, context)

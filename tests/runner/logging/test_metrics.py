@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,11 +34,12 @@ from dapo_runner.logging.metrics import (
     prefixed,
     sampling_metrics,
 )
-from dapo_runner.logging.progress import Progress, make_progress
+from dapo_runner.logging.progress import Progress, RunConsole, make_progress
 from dapo_runner.logging.reflection import reflection_metrics
 from dapo_runner.logging.report import MOST_BARS, REPORT_FILE, draw, write_report
 from dapo_runner.logging.speed import training_flops
 from dapo_runner.rollout.group_buffer import SamplingStats, counts_of
+from dapo_runner.threads import in_thread
 from dapo_runner.tiny_model import make_model, make_tokenizer
 from dapo_runner.types import Group
 from docs.glossary import AREAS, is_documented, panel_of, rows
@@ -237,6 +240,18 @@ def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> 
     assert written("plain", terminal=True) == written("auto", terminal=False)
     assert "old logprobs" in written("live", terminal=False)
     assert written("off", terminal=True) == ""
+
+
+def test_only_the_main_thread_ends_when_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes on servers come from the thread that all requests need."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patch, os.fdopen(writing, "w", buffering=1) as closed:
+        patch.setattr(sys, "stdout", closed)
+        progress = make_progress("plain", RunConsole())
+        in_thread(lambda: progress.note("a server is lost")).result()
+        with pytest.raises(SystemExit):
+            progress.note("step 1")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import signal
 import textwrap
@@ -17,13 +18,14 @@ from builders import make_completion, make_config, make_prompt
 from refusals import refused
 from small import config_in, events_of
 
+from dapo_runner import http
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHECKPOINTS
 from dapo_runner.loop import train
-from dapo_runner.rewards.calls import CallTimeoutError, RewardError, call_with_timeout, event_loop
+from dapo_runner.rewards.calls import CallTimeoutError, RewardError, call_with_timeout
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.threads import map_in_threads
 from dapo_runner.types import Completion, Group, Prompt, Verdict
@@ -265,14 +267,22 @@ def test_one_event_loop_serves_every_batch_also_after_an_exit(config_of: MakeCon
             if rows[0]['number'] == 9: raise SystemExit(3)
             return [1.0] * len(completions)"""
     config = config_of(body)
-    event_loop.cache_clear()
+    http.LOOPS.pop("rewards", None)
     scorer = Scorer(config)
-    assert event_loop.cache_info().currsize == 1  # before threads could make one each
     scorer(*batch(2, 1))
     with pytest.raises(RewardError):
         scorer(*batch(10, 1))
     scorer(*batch(2, 1))
     assert len(module_of(config).loops) == 1
+
+
+def test_requests_go_on_after_an_exit() -> None:
+    async def leave() -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        http.start(leave()).result(20)
+    assert http.start(asyncio.sleep(0, 7)).result(20) == 7
 
 
 PARTS = """
