@@ -91,14 +91,14 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
 @contextmanager
 def writing(path: Path, checkpoints: Path, world: World = SINGLE_PROCESS) -> Iterator[None]:
     """Convert a failure to write, which must occur on all ranks of ``world``, to a CheckpointError that names ``path``
-    and the newest checkpoint. Rank 0 removes unfinished checkpoints, which may fill the disk.
+    and the newest checkpoint. Rank 0 removes the unfinished folder of ``path``, which may fill the disk.
     """
     try:
         yield
     except (OSError, SafetensorError, FloatingPointError) as error:
 
         def describe() -> str:
-            prune(checkpoints)
+            shutil.rmtree(path.with_name(path.name + UNFINISHED), ignore_errors=True)
             latest = latest_checkpoint(checkpoints)
             return f"the last good checkpoint is {latest.path}" if latest else "there is no checkpoint yet"
 

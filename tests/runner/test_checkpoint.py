@@ -34,7 +34,7 @@ from dapo_runner.checkpoint.files import checkpoint_to_resume, copy_checkpoint
 from dapo_runner.config import ModelConfig
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.interrupt import StopRequest
-from dapo_runner.logging.run_log import CHECKPOINTS
+from dapo_runner.logging.run_log import CHECKPOINTS, log_changes
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
 from dapo_runner.rollout.group_buffer import GroupBuffer
@@ -180,6 +180,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(parts: Parts, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # no half of one keeps the disk full
     assert checkpoint_to_resume(tmp_path) == Checkpoint(tmp_path / "step_000001", 1)
     assert save(tmp_path, 2, parts, keep=1).step == 2
+
+
+def test_a_log_that_cannot_be_written_leaves_the_save_in_progress(tmp_path: Path) -> None:
+    unfinished = files.begin(tmp_path / CHECKPOINTS / "step_000001")
+    with file_size_limit() as limit:
+        limit(1)
+        with pytest.raises(CheckpointError, match=r"changes\.jsonl"):
+            log_changes(tmp_path, 1, [("run.steps", 1, 2)])
+    assert unfinished.exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(parts: Parts, saved: Path, tmp_path: Path) -> None:
