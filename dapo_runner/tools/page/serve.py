@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -64,8 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
         for name, value in (headers | {"X-Content-Type-Options": "nosniff"}).items():
             self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the browser has left
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: a line per request would hide the address."""

@@ -12,6 +12,8 @@ import json
 import math
 import re
 import shutil
+import socket
+import struct
 import sys
 import threading
 import time
@@ -36,6 +38,7 @@ from dapo_runner.config import AdvantageConfig, RolloutLogConfig
 from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import ROLLOUTS, RolloutLog, saved_steps
+from dapo_runner.tools.page import serve
 from dapo_runner.tools.page.html import contents, spread_steps, write_page
 from dapo_runner.tools.page.serve import open_server
 from dapo_runner.types import Group, Turn
@@ -217,6 +220,19 @@ def test_data_change_when_the_run_begins_and_goes_on(tmp_path: Path) -> None:
         assert changed()["curves"]["batch/reward"][0][-1] == 7
         write_rollouts(run, 7)
         assert changed()["steps"] == [*STEPS, 7]
+
+
+def test_a_browser_that_leaves_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, errors = threading.Event(), list[object]()
+    with served(run) as server:
+        monkeypatch.setattr(server, "handle_error", lambda *_: errors.append(sys.exception()))
+        monkeypatch.setattr(server, "shutdown_request", lambda _: answered.set())
+        monkeypatch.setattr(serve, "contents", lambda _: left.close() or {"curves": []})
+        left = socket.create_connection(("127.0.0.1", server.server_port))
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it resets it
+        left.sendall(b"GET /data HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answered.wait(20)
+    assert errors == []
 
 
 def test_only_the_page_its_data_and_rollouts_are_served_and_only_here(run: Path, dapo: Dapo) -> None:
