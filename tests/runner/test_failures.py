@@ -346,11 +346,14 @@ def test_a_bare_except_does_not_keep_a_step_that_is_abandoned() -> None:
 @pytest.mark.parametrize("call", [lambda work: work(), lambda work: in_thread(work).result()])
 def test_a_process_that_a_reward_forks_ends_at_sigterm_and_goes_on_after_ctrl_c(call: Callable[..., Any]) -> None:
     def exit_codes() -> list[int | None]:
-        start = multiprocessing.get_context("fork").Process
-        children = [start(target=time.sleep, args=(60,)), start(target=partial(send, SIGINT))]
+        fork = multiprocessing.get_context("fork")
+        begun = fork.Event()
+        sleep = fork.Process(target=lambda: (begun.set(), time.sleep(60)))
+        children = [sleep, fork.Process(target=partial(send, SIGINT))]
         for child in children:
             child.start()
-        children[0].terminate()
+        assert begun.wait(20)
+        sleep.terminate()
         for child in children:
             child.join(20)
             child.kill()
