@@ -52,6 +52,7 @@ _CLIP = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _LOSS_TYPES = (*_CLIP, "cispo", "sapo", "vespo")
 _SEQUENCE_MEANS = ("grpo", "sapo")  # every completion has the same weight, whatever its length
 _WINDOW_MEANS = ("dapo", "cispo")  # every token of the accumulation window has the same weight
+_SCORES = "_get_per_token_logps_and_entropies"
 _PROMPT_MEANS = ("dapo", "cispo", "sapo")  # the others are dapo's surrogate with another normaliser
 
 
@@ -303,7 +304,9 @@ def _denominator(trainer: GRPOTrainer, mask: Tensor, inputs: dict[str, Any]) -> 
 
 
 def _two_pass_reason(trainer: GRPOTrainer) -> str:
-    """Return the settings with which a token's gradient needs other tokens, or for which no objective exists."""
+    """Return the settings with which a token's gradient needs other tokens, or for which no objective exists, and
+    whether a subclass computes log-probs of its own.
+    """
     args, loss_type = trainer.args, trainer.loss_type
     settings = {
         f"importance_sampling_level={trainer.importance_sampling_level!r}": (
@@ -316,6 +319,9 @@ def _two_pass_reason(trainer: GRPOTrainer) -> str:
         "use_adaptive_entropy=True": trainer.use_adaptive_entropy,
         f"entropy_coef={trainer.entropy_coef}": trainer.entropy_coef != 0.0,
         "loss_type='vespo'": loss_type == "vespo",
+        f"an overridden {_SCORES}": (
+            getattr(getattr(trainer, _SCORES), "__func__", None) is not getattr(GRPOTrainer, _SCORES)
+        ),
         f"delta={args.delta} with loss_type={loss_type!r}": (
             loss_type in _CLIP and args.delta is not None and args.delta <= 1.0
         ),

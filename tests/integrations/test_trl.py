@@ -150,6 +150,21 @@ def test_what_needs_the_second_route_is_named(tmp_path: Path, model: Path, name:
     assert trainer.loss_route_reason.startswith(f"{name}=")
 
 
+def test_an_overridden_method_trains_on_what_it_returns(tmp_path: Path, model: Path) -> None:
+    def halved(trainer_class: type) -> Run:
+        class Halved(trainer_class):  # type: ignore[misc]
+            def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+                logprobs, *rest = super()._get_per_token_logps_and_entropies(*args, **options)
+                return (logprobs * 0.5, *rest)
+
+        return train(Halved, model, tmp_path, Rollouts(), **ON_POLICY)
+
+    mine, theirs = halved(DapoGRPOTrainer), halved(GRPOTrainer)
+    assert mine.trainer.loss_route == LOGPROBS
+    assert "_get_per_token_logps_and_entropies" in mine.trainer.loss_route_reason
+    assert_same_run(mine, theirs)
+
+
 def test_improbable_tool_tokens(both: Any, model: Path, tmp_path: Path) -> None:
     """Nobody computes the log-prob of a tool's token here; that TRL's ratio to the old one is finite is our doing."""
     network = load(model)
