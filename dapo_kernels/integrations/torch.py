@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from dapo_kernels.engine.chunks import may_wait
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
 from dapo_kernels.integrations.probe import check_logits, ignores_left_padding, is_causal, is_packable, undisturbed
 from dapo_kernels.integrations.rope import fixed_frequencies
@@ -24,7 +25,7 @@ from dapo_kernels.layout import check_tensor
 from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
 from dapo_kernels.objectives.table import FIELDS, is_number, resolve_objective
-from dapo_kernels.records import Head
+from dapo_kernels.records import Head, readable
 from dapo_kernels.signature import refuse_unknown, shows_options
 
 _REFUSED = {
@@ -94,6 +95,7 @@ class PolicyLoss(nn.Module):
         self._packing_error: str | None = None
         self._left_padding_error: str | None = None
         self._is_checked = False
+        self._modes_checked: set[str] = set()
 
     @functools.partial(shows_options, without=_REFUSED)
     def forward(
@@ -113,24 +115,28 @@ class PolicyLoss(nn.Module):
             input_ids: [B, L] padded, or [T] packed with ``cu_seqlens``; packed sequences do not see each other.
             target_ids: same shape; the model at ``input_ids[t]`` predicts ``target_ids[t]``: shift before the call.
             old_logprobs, advantages: as in ``dapo_loss``.
-            attention_mask: [B, L], 0 where ``input_ids`` is padding; right padding needs none. Positions count the
-                tokens whose mask is not 0, as in ``generate``.
+            attention_mask: [B, L], bool, or 0 and 1: 0 where ``input_ids`` is padding; right padding needs none.
+                Positions count the tokens whose mask is not 0, as in ``generate``.
             mode: ``"logprobs"`` calls ``linear_token_logprobs`` with those of ``options`` that it has (``mask``,
                 ``temperature``, …), without advantages. Differentiable; under ``torch.no_grad()`` one GEMM.
             options: keywords of ``linear_dapo_loss`` for this call, not ``objective``.
 
         Raises:
-            ValueError, TypeError: as in ``linear_dapo_loss``; a float16 or bfloat16 tensor other than the head, which
-                only a wrapper can have rounded; a model whose logits are not its head applied to its last hidden
-                states; a model that is not causal; packed sequences that see each other; left padding that changes the
-                hidden states; a sequence so long that longrope or dynamic NTK scaling changes the frequencies of the
-                whole batch.
+            ValueError, TypeError: as in ``linear_dapo_loss``; targets that are not shifted, or tokens that train on
+                padding (on a GPU, only the first call of each mode checks values); a float16 or bfloat16 tensor other
+                than the head, which only a wrapper can have rounded; a model whose logits are not its head applied to
+                its last hidden states; a model that is not causal; packed sequences that see each other; left padding
+                that changes the hidden states; a sequence so long that longrope or dynamic NTK scaling changes the
+                frequencies of the whole batch.
         """
         self._check_call(mode, old_logprobs, advantages, options)
         lasting = {name: value for name, value in self.options.items() if mode == "loss" or name in _OF_LOGPROBS}
         given: dict[str, Any] = {**lasting, **options}
         cu_seqlens = given.get("cu_seqlens")
         _check_ids(input_ids, attention_mask, cu_seqlens)
+        reads_values = self._reads_values(input_ids, mode)
+        if reads_values and attention_mask is not None:
+            _check_attention_mask(attention_mask)
         _check_lengths(_unwrapped(self.model), input_ids, cu_seqlens)
         self._check_architecture(given.get("group"))
         if cu_seqlens is None:
@@ -144,9 +150,21 @@ class PolicyLoss(nn.Module):
         given |= {"softcap": rule.softcap, "temperature": given.get("temperature", 1.0) * rule.temperature}
         if mode == "loss":
             tokens: Any = (target_ids, old_logprobs, advantages)
-            return linear_dapo_loss(hidden, weight, *tokens, objective=self.objective, **given)
-        given.pop("cu_seqlens", None)
-        return linear_token_logprobs(hidden, weight, target_ids, **given)
+            out: Any = linear_dapo_loss(hidden, weight, *tokens, objective=self.objective, **given)
+            if reads_values:  # after the loss, which has checked shapes and dtypes
+                _check_targets(input_ids, target_ids, given.get("mask"), attention_mask, cu_seqlens)
+        else:
+            given.pop("cu_seqlens", None)
+            out = linear_token_logprobs(hidden, weight, target_ids, **given)
+        if reads_values:
+            self._modes_checked.add(mode)
+        return out
+
+    def _reads_values(self, input_ids: Tensor, mode: str) -> bool:
+        """Return whether this call checks values of its tensors. On a GPU only the first one of each mode waits."""
+        if torch.compiler.is_compiling():
+            return False
+        return readable(input_ids) or (mode not in self._modes_checked and may_wait(None))
 
     @torch.compiler.assume_constant_result
     def _check_architecture(self, group: Any) -> None:
@@ -198,7 +216,7 @@ class PolicyLoss(nn.Module):
             if (attention_mask[:, :1] < attention_mask).any():
                 raise ValueError(self._left_padding_error)
         elif attention_mask is not None and self._takes_positions:
-            inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+            inputs["position_ids"] = ((attention_mask != 0).cumsum(-1) - 1).clamp(min=0)
         hidden: Tensor = _unwrapped(self.model).base_model(**inputs, use_cache=False).last_hidden_state
         return hidden
 
@@ -232,6 +250,44 @@ def _check_ids(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Ten
         raise ValueError(
             f"PolicyLoss: attention_mask must be {list(input_ids.shape)}, like input_ids, got "
             f"{list(attention_mask.shape)}. Shift it with input_ids: attention_mask[:, :-1]"
+        )
+
+
+def _check_attention_mask(attention_mask: Tensor) -> None:
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise ValueError(
+            "PolicyLoss: attention_mask must be bool, or 0 and 1, got other values. Pass several sequences in a row as "
+            "packed [T] tensors with cu_seqlens"
+        )
+
+
+def _check_targets(
+    input_ids: Tensor,
+    target_ids: Tensor,
+    mask: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise an error if padding trains, or if the model learns to repeat its input: at a ratio of 1, no metric shows
+    either.
+    """
+    if target_ids.shape != input_ids.shape:  # sequence_parallel
+        return
+    live = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+    if attention_mask is not None and bool((live & (attention_mask == 0)).any()):
+        raise ValueError(
+            "PolicyLoss: mask must be False where attention_mask is 0, which is padding. Pass the mask of the response "
+            "tokens, shifted like target_ids"
+        )
+    # Between two live tokens there is no padding: the second one is the right target of the first.
+    is_other = live & live.roll(-1, -1) & (target_ids != input_ids.roll(-1, -1))
+    is_other[..., -1:] = False
+    if cu_seqlens is not None:
+        is_other[cu_seqlens[1:].long() - 1] = False
+    if bool(is_other.any()) and bool(((target_ids == input_ids) | ~live).all()):
+        raise ValueError(
+            "PolicyLoss: target_ids must be shifted: the model at input_ids[t] predicts target_ids[t], got input_ids "
+            "itself. Pass input_ids[:, :-1] with target_ids = input_ids[:, 1:], and shift the other tensors likewise"
         )
 
 

@@ -27,7 +27,7 @@ from policy_batches import (
 )
 from torch import Tensor
 
-from dapo_kernels import linear_dapo_loss, summarize
+from dapo_kernels import linear_dapo_loss, records, summarize
 from dapo_kernels.integrations.heads import LogitRule, head_of
 from dapo_kernels.integrations.probe import _distance
 from dapo_kernels.integrations.rope import fixed_frequencies
@@ -232,6 +232,75 @@ BATCH = packed()
 def test_calls_that_are_refused(error: type[Exception], word: str, change: dict[str, Any]) -> None:
     with pytest.raises(error, match=word):
         PolicyLoss(network())(**BATCH | change)
+
+
+def unshifted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the labels of transformers, which shifts them itself."""
+    return batch | {"target_ids": torch.where(batch["mask"], batch["input_ids"], -100)}
+
+
+RIGHT = dict(ROWS) | {"attention_mask": (torch.arange(12) < torch.tensor(LENGTHS)[:, None]).long()}
+ALL_LIVE = torch.ones_like(ROWS["mask"])
+
+
+@pytest.mark.parametrize(
+    ("word", "batch"),
+    [
+        ("target_ids", unshifted(ROWS)),
+        ("target_ids", unshifted(BATCH)),
+        ("target_ids", ROWS | {"target_ids": ROWS["input_ids"], "mask": None}),
+        ("attention_mask", RIGHT | {"mask": None}),
+        ("attention_mask", RIGHT | {"mask": ALL_LIVE}),
+        ("attention_mask", RIGHT | {"attention_mask": 2 * RIGHT["attention_mask"]}),
+        ("attention_mask", RIGHT | {"attention_mask": -1e9 * (1 - RIGHT["attention_mask"])}),
+    ],
+)
+def test_values_that_are_refused(monkeypatch: pytest.MonkeyPatch, word: str, batch: dict[str, Any]) -> None:
+    """In every call; where looking waits for the device, in calls of a mode up to the first that is right."""
+    policy = PolicyLoss(network())
+    policy(**RIGHT)
+    with pytest.raises(ValueError, match=rf"PolicyLoss: .*{word}"):
+        policy(**batch)
+    monkeypatch.setattr(records, "HOST_DEVICES", set())
+    policy(**batch)
+    policy = PolicyLoss(policy.model)
+    logprobs_of(policy, RIGHT)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"PolicyLoss: .*{word}"):
+            policy(**batch)
+    policy(**RIGHT)
+    policy(**batch)
+
+
+def test_an_attention_mask_is_checked_for_logprobs_too() -> None:
+    with pytest.raises(ValueError, match="attention_mask"):
+        logprobs_of(PolicyLoss(network()), RIGHT, attention_mask=2 * RIGHT["attention_mask"])
+
+
+def test_targets_other_than_the_next_input_are_not_refused() -> None:
+    """Two tokens ahead; some repeated inputs; sequences of one token each, in which nothing comes next."""
+    policy, ids, borders = PolicyLoss(network()), BATCH["input_ids"], BATCH["cu_seqlens"]
+    full = {"target_ids": ids.roll(-1), "mask": None}
+    some = torch.where(torch.arange(len(ids)) % 2 == 0, ids, ids.roll(-1))
+    rest = {"old_logprobs": None, "cu_seqlens": torch.cat([borders[:1], borders, borders[-1:]])}
+    for change in (full, full | {"target_ids": ids.roll(-2)}, full | {"target_ids": some}):
+        assert policy(**BATCH | rest | change).loss.isfinite()
+    alone = {"target_ids": ids, "mask": None, "cu_seqlens": torch.arange(len(ids) + 1, dtype=torch.int32)}
+    assert policy(**BATCH | rest | alone).loss.isfinite()
+    equal = torch.ones_like(ROWS["input_ids"]), ROWS["mask"] & (torch.arange(12) < 6)  # one token, over and over
+    padded_ids = torch.where(torch.arange(12) < 6, equal[0], 0)
+    assert policy(padded_ids, padded_ids, None, ROWS["advantages"], mask=equal[1]).loss.isfinite()
+
+
+def test_positions_count_tokens_whatever_the_mask_holds() -> None:
+    policy = PolicyLoss(network())
+    seen: list[Tensor] = []
+    policy.model.model.register_forward_pre_hook(
+        lambda _module, _inputs, given: seen.append(given["position_ids"]), with_kwargs=True
+    )
+    mask = torch.tensor([[0, 0, 2, 1, 3]])
+    policy._padded_hidden_states(torch.arange(5)[None], mask)
+    assert seen[0].tolist() == [[0, 0, 0, 1, 2]]
 
 
 def test_a_cap_far_above_the_logits_is_found() -> None:
