@@ -233,8 +233,12 @@ class Layout:
         flat = self.per_token("mask", mask, mask.dtype if isinstance(mask, Tensor) else None)
         if flat.dtype == torch.bool:
             return flat
-        if readable(flat) and not bool(((flat == 0) | (flat == 1)).all()):
-            raise self.fail("mask", "bool, or 0 and 1; weights go to importance_weights", "other values")
+        if not torch.compiler.is_compiling():
+            is_binary = ((flat == 0) | (flat == 1)).all()
+            if not readable(is_binary):
+                torch._assert_async(is_binary)
+            elif not bool(is_binary):
+                raise self.fail("mask", "bool, or 0 and 1; weights go to importance_weights", "other values")
         return flat != 0
 
 
@@ -308,9 +312,9 @@ def _layout(
     if cu_seqlens is None:
         return layout
     if len(shape) == 2:
-        remedy = "pass x[0] of every [1, T] tensor" if shape[0] == 1 else "leave cu_seqlens out, and pass a mask"
         raise ValueError(
-            f"{caller}: cu_seqlens requires the packed layout [T], got the padded layout {list(shape)}: {remedy}"
+            f"{caller}: cu_seqlens requires the packed layout [T], got the padded layout {list(shape)}: pass "
+            "x.flatten(0, 1) of every [B, L, …] tensor, or leave cu_seqlens out if each row is one sequence"
         )
     check_tensor(caller, "cu_seqlens", cu_seqlens, "an int32 tensor [S+1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

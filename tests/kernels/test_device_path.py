@@ -215,6 +215,15 @@ def test_lists_of_kept_tokens_do_not_wait() -> None:
         stats.logprobs.sum().backward()
 
 
+def test_weights_in_a_mask_are_an_asynchronous_assert() -> None:
+    logprobs, mask = torch.full((2, 3), -1.0), torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    with device_path():
+        loss = policy_loss(logprobs, None, torch.tensor([1.0, -0.5]), mask=mask).loss
+        torch.testing.assert_close(loss, torch.tensor(-0.5))
+        with pytest.raises(RuntimeError):
+            policy_loss(logprobs, None, torch.tensor([1.0, -0.5]), mask=0.5 * mask)
+
+
 def test_positive_logprobs_are_counted_where_looking_would_wait() -> None:
     logprobs, ref = torch.tensor([-1.0, 0.3, -1.0, 0.3, -2.0, -1.0]), torch.tensor([-1.0, 0.2, 0.2, -1.0, -1.0, -1.0])
     old, mask = torch.tensor([-1.0, -1.0, -1.0, -1.0, 0.9, math.nan]), torch.tensor([1, 1, 1, 0, 1, 1])

@@ -241,7 +241,7 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
         "cu_seqlens",
         {k: v if k in ("cu_seqlens", "objective") else v[None] for k, v in good("dapo_loss").items()},
         ValueError,
-        ("[1, 6]", "x[0]"),
+        ("[1, 6]", "x.flatten(0, 1)"),
     ),
     ("dapo_loss", "logits", torch.ones(V), ValueError, ("[11]",)),
     ("dapo_loss", "advantages", torch.ones(32, 128), ValueError, ("[T]=[6]", "[S]=[3]", "[32, 128]")),
@@ -251,7 +251,13 @@ OF_ONE: list[tuple[str, str, Any, Any, tuple[str, ...]]] = [
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 7]).int(), ValueError, ("to T=6", "last position of every sequence")),
     ("dapo_loss", "cu_seqlens", torch.tensor([0, 4, 2, 6]), ValueError, ("[0, 4, 2, 6]",)),
     ("dapo_loss", "cu_seqlens", BOUNDS.to("meta"), ValueError, ("meta",)),
-    ("dapo_loss", "cu_seqlens", {**as_padded(good("dapo_loss")), "cu_seqlens": BOUNDS}, ValueError, ("[2, 3]",)),
+    (
+        "dapo_loss",
+        "cu_seqlens",
+        {**as_padded(good("dapo_loss")), "cu_seqlens": BOUNDS},
+        ValueError,
+        ("[2, 3]", "flatten"),
+    ),
     (
         "dapo_loss",
         "group_tokens",
