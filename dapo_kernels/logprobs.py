@@ -120,7 +120,8 @@ def linear_token_logprobs(
         mask: same shape as ``target_ids``: only these tokens are computed; the others are 0.
         entropy: also return −Σ p log p over the vocabulary.
 
-    The other arguments and the errors are those of ``linear_dapo_loss``.
+    ``temperature`` and ``sampling_mask`` are those of ``dapo_loss``, the other arguments and the errors those of
+    ``linear_dapo_loss``.
 
     Returns:
         ``TokenStats``: log-probs and entropies (or None), float32 (float64 if hidden is), in the layout of

@@ -90,17 +90,19 @@ def dapo_loss(
         logits: [T, V] packed or [B, L, V] padded; float32, bfloat16 or float16 (float64 on the torch backend), any
             strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call. No other argument has a gradient.
         target_ids: [T] or [B, L], integers in [0, V).
-        old_logprobs: same shape, log-probs under the policy that sampled; ``None`` means on-policy: ratio 1.
+        old_logprobs: same shape, float32 (16 bits hold two or three digits), log-probs under the policy that sampled;
+            ``None`` means on-policy: ratio 1.
             On the CPU, log-probs above 0 (such as probabilities passed by mistake) raise an error; elsewhere the metric
             ``positive_logprobs`` counts their tokens.
-        advantages: per token, or per sequence [S] / [B]. In a packed batch with S = T they are per token.
+        advantages: float32, per token, or per sequence [S] / [B]. In a packed batch with S = T they are per token.
         objective: a name in ``OBJECTIVES``, an ``Objective``, or a function ``fn(logprobs, entropy, tokens)`` that
             returns a loss per token, each [n] (docs/objectives.md, "A loss of your own"). Default: 'dapo'.
-        mask: same shape as ``target_ids``: which tokens train; a masked one may hold anything, NaN too. Default: None.
+        mask: same shape as ``target_ids``, bool, or 0 and 1: which tokens train; a masked one may hold anything, NaN
+            too. Default: None, all tokens, prompts included.
         cu_seqlens: int32 [S+1], the boundaries of packed sequences. Default: None.
-        ref_logprobs: per token, under the reference policy; required if ``kl_coef`` is not 0. Default: None.
-        importance_weights: per token or sequence (rollout correction); they multiply the policy term and KL-Cov's
-            penalty, but not the reference KL or the entropy bonus. Default: None.
+        ref_logprobs: float32, per token, under the reference policy; required if ``kl_coef`` is not 0. Default: None.
+        importance_weights: float32, per token or sequence (rollout correction); they multiply the policy term and
+            KL-Cov's penalty, but not the reference KL or the entropy bonus. Default: None.
         temperature: positive number, or one per token. Default: 1.0.
         sampling_mask: a ``SamplingMask``: the tokens that top-p, top-k or min-p left for sampling. Log-probs, entropies
             and gradients are those of the softmax over them; other logits of the row are not read (docs/guide.md).
@@ -297,10 +299,11 @@ def policy_loss(
     """Compute ``dapo_loss`` from existing log-probs: O(tokens).
 
     Args:
-        logprobs: [T] packed or [B, L] padded, of the tokens under the trained policy; differentiable.
+        logprobs: [T] packed or [B, L] padded, of the tokens under the trained policy, at the temperature that the
+            tokens were sampled with; differentiable.
         entropy: same shape, differentiable; required with ``entropy_coef`` or ``top_entropy``. Default: None.
 
-    The other arguments and the errors are those of ``dapo_loss``.
+    The other arguments and the errors are those of ``dapo_loss``, without those of logits, such as ``temperature``.
 
     Returns:
         ``LossOutput``: the loss, 0-d, detached log-probs, entropies (or None) and metrics.
