@@ -23,7 +23,6 @@ from dapo_runner.rewards.scoring import reads_answers
 from dapo_runner.types import GenerateGroups, Group, Prompt, make_requests
 
 SOURCE_FIGURES = ("reward", "problems")  # per data source, beside avg@k and cons@k
-SEED = 1234  # of every evaluation, whatever run.seed is
 
 
 class EvaluationError(RunError):
@@ -40,7 +39,7 @@ def evaluate(
     """
     settings = config.evaluation
     stop, limit = tuple(config.rollout.stop), config.evaluation_tokens
-    sampling = settings.params(n=settings.k, stop=stop, max_tokens=limit, seed=SEED)
+    sampling = settings.params(n=settings.k, stop=stop, max_tokens=limit, seed=settings.seed)
     scored = generate(make_requests(prompts, sampling))
     groups = [group for group in scored if group.samples]  # of the others every episode has failed
     if not groups:

@@ -76,6 +76,7 @@ class SamplingConfig(Section):
 
 class EvaluationConfig(SamplingConfig):
     k: PositiveInt = 32  # responses per problem
+    seed: NonNegativeInt = 1234  # of the samples, whatever run.seed is; the same in every evaluation
     top_p: Share = 0.7
     max_response_tokens: PositiveInt | None = None  # null: rollout.max_response_tokens
 

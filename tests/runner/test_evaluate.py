@@ -80,9 +80,9 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
         answers = [[right, cut], [cut, make_completion(1, "what?")], [right], []]
         return Scorer(config, shaped=False)([request.prompt for request in requests], answers)
 
-    config = make_config(evaluation={"k": 2, "top_p": 0.5, "temperature": 0.0}, rollout={"stop": ["x"]})
+    config = make_config(evaluation={"k": 2, "seed": 7, "top_p": 0.5, "temperature": 0.0}, rollout={"stop": ["x"]})
     _, metrics = evaluate(generate, [make_prompt(name) for name in "wxyz"], config)
-    sampling = SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=1234, stop=("x",))
+    sampling = SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=7, stop=("x",))
     asked = [(call.index, call.prompt.id, call.sampling) for call in calls]
     assert asked == [(index, name, sampling) for index, name in enumerate("wxyz")]
     expected = {"truncated": 0.4, "no_answer": 0.2, "length": (64 * 4 + 1) / 5, "problems": 3, "avg@2": 0.5}
