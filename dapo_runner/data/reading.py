@@ -221,8 +221,8 @@ def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]
         messages = []
     if not messages or not all(isinstance(part, str) for message in messages for part in message):
         raise ValueError("expected a text or a list of messages {role, content} as prompt")
-    if any(message.get("tool_calls") for message in prompt):
-        raise ValueError("expected messages without tool_calls")
+    if any(one.get(key) for one in prompt for key in ("tool_calls", "reasoning", "reasoning_content", "thinking")):
+        raise ValueError("expected messages without tool_calls, reasoning, reasoning_content and thinking")
     return messages if system is None or "system" in dict(messages) else [("system", system), *messages]
 
 

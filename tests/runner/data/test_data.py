@@ -144,7 +144,10 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"q": "?", "a": " "}, "answer"),
     ({"q": "?", "a": float("nan")}, "ValueError: nan"),
     ({"q": "\ud800", "a": "1"}, "surrogates {'q'"),
-    ({"q": [{**turns("assistant: ")[0], "tool_calls": [{}]}, *turns("user: ?")], "a": "1"}, "tool_calls {'q'"),
+    *(
+        ({"q": [{**turns("assistant: ")[0], key: "x"}, *turns("user: ?")], "a": "1"}, f"{key} {{'q'")
+        for key in ("tool_calls", "reasoning", "reasoning_content", "thinking")
+    ),
     ({"q": 3, "a": "1"}, "prompt"),
     ({"q": [], "a": "1"}, "prompt"),
     ({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "1"}, "prompt"),
