@@ -65,7 +65,7 @@ def _missing(config: Config) -> Iterator[str]:
     checks: list[Callable[[], object]] = [
         lambda: engine_class(config).check(config),
         lambda: choose_kernel(model.attention, resolve_device(config.run.device), DTYPES[model.dtype]),
-        *(partial(load_reward, reward, use) for use in reward.uses),
+        *(partial(load_reward, reward, use, config.run.device) for use in reward.uses),
         *([partial(import_function, "advantage.kind", advantage, "groups")] if ":" in advantage else []),
         *([partial(_try_objective, config)] if ":" in config.loss.objective else []),
         lambda: check_trackers(config.logging),
@@ -73,7 +73,7 @@ def _missing(config: Config) -> Iterator[str]:
         *([lora.check_installed] if model.lora else []),
         *([lambda: check_tiny(config)] if model.tiny else []),
         *(partial(check_model, key, name) for key, name in loaded_models(config)),
-        *([lambda: Judge(reward).check()] if reward.judge else []),
+        *([lambda: Judge(reward, config.run.device).check()] if reward.judge else []),
     ]
     for check in checks:
         try:

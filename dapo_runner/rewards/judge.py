@@ -134,11 +134,11 @@ class Judge(CallingReward):
     of its text. An empty response is not judged: `none`. Equal questions are asked once.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, device: str) -> None:
         super().__init__("judge", config, ASYNC_CALLS)
         assert config.judge is not None
         self.settings, self.known = config.judge, VerdictLog()
-        self.model = None if self.settings.url else JudgeModel(self.settings)
+        self.model = None if self.settings.url else JudgeModel(self.settings, device)
         if self.model is not None:
             self.counts.clear()
 

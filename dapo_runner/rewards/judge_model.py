@@ -23,9 +23,9 @@ BATCH_TOKENS = 16384  # per forward pass, padding included
 class JudgeModel:
     """Load the model on first use, in bfloat16 on a GPU and float32 on a CPU, and score conversations."""
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, device: str) -> None:
         self.config = config
-        self.device = resolve_device("auto")
+        self.device = resolve_device(device)
         self._settings = ModelConfig(path=config.model, dtype="float32" if self.device.type == "cpu" else "bfloat16")
 
     @torch.no_grad()
@@ -74,8 +74,7 @@ class JudgeModel:
         """The first tokens of each word in all spellings, without those that both words share."""
         yes, no = (self._first_tokens(word) for word in self.config.answers)
         if not yes - no or not no - yes:
-            words = " and ".join(self.config.answers)
-            raise ConfigError(f"reward.judge.answers: expected words whose first tokens differ, got {words}")
+            raise ConfigError(f"reward.judge.answers: expected first tokens that differ, got {self.config.answers}")
         return [yes - no, no - yes]
 
     def _first_tokens(self, word: str) -> set[int]:
@@ -88,8 +87,7 @@ class JudgeModel:
         try:
             text = render(turns, self.tokenizer, chat, enable_thinking=False)
         except TemplateError as error:
-            roles = " and ".join(message["role"] for message in conversation)
-            raise ConfigError(f"reward.judge: requires a chat template of {roles}, got: {error}") from error
+            raise ConfigError(f"reward.judge: requires a chat template for a user message, got: {error}") from error
         ids = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return ids[:-1] if not chat and ends_with_eos(self.tokenizer) else ids
 

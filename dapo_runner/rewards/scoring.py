@@ -47,8 +47,8 @@ _RULES: dict[str, tuple[Callable[[str, str], Verdict], str]] = {
 }
 
 
-def load_reward(config: RewardConfig, use: str) -> Reward:
-    """Return the rule or function ``use``. Raises ConfigError if it, or a package that it needs, is missing."""
+def load_reward(config: RewardConfig, use: str, device: str) -> Reward:
+    """Return the rule, function or judge ``use``. Raises ConfigError if it, or a package that it needs, is missing."""
     if use in _RULES:
         compare = _RULES[use][0]
         return TextReward(lambda *pairs: list(map(compare, *pairs)))
@@ -59,7 +59,7 @@ def load_reward(config: RewardConfig, use: str) -> Reward:
         return TextReward(lambda *pairs: [_scale(verdict, config) for verdict in rule.judge_texts(*pairs)], "task")
     if use == "code":
         return TextReward(open_code(config.workers, config.rule_timeout, config.memory_mb).judge_texts)
-    return Judge(config) if use == "judge" else FunctionReward(use, config)
+    return Judge(config, device) if use == "judge" else FunctionReward(use, config)
 
 
 def _scale(verdict: Verdict, config: RewardConfig) -> Verdict:
@@ -106,7 +106,7 @@ class Scorer:
         self.config, self.shaped, self.max_length = config.reward, shaped, config.rollout.max_response_tokens
         uses = {part.label: part.use for part in self.config.parts} or {"": self.config.kind}
         self.weights = {part.label: part.weight for part in self.config.parts} or {"": 1.0}
-        self.rewards = {label: load_reward(self.config, use) for label, use in uses.items()}
+        self.rewards = {label: load_reward(self.config, use, config.run.device) for label, use in uses.items()}
         # Copies from ``unshaped`` share the following.
         self._seconds = dict.fromkeys(uses, 0.0)  # since the last ``take_counts``
         self._warnings: list[str] = []

@@ -260,7 +260,7 @@ def test_a_key_goes_to_its_url_and_is_never_shown(monkeypatch: pytest.MonkeyPatc
         for unfit in ("s3\ncret", "s3cret…", None):
             monkeypatch.setenv(KEY, unfit) if unfit else monkeypatch.delenv(KEY)
             with pytest.raises(ConfigError, match=KEY) as caught:
-                Judge(judge.reward).check()
+                Judge(judge.reward, "cpu").check()
             assert "s3" not in str(caught.value)
 
 
@@ -354,6 +354,13 @@ def test_a_model_in_this_process_scores_in_batches(of_here: dict[str, Any], mode
         assert {verdict.rule for verdict in part} == {"judge", "unclear"}
 
 
+def test_it_is_on_the_device_of_the_run(of_here: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, found in (("cpu", "cpu"), ("auto", "cuda")):
+        config = make_config(run={"device": device}, reward={"kind": "judge", "judge": of_here})
+        assert Scorer(config).judge.model.device == torch.device(found)
+
+
 @pytest.mark.parametrize("reward", ["soft", "binary"])
 def test_a_model_of_nan_fails(reward: str, of_here: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -369,8 +376,8 @@ def test_a_model_of_nan_fails(reward: str, of_here: dict[str, Any], model_folder
 
 def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], tmp_path: Path, dapo: Dapo) -> None:
     with refused("reward.judge.answers"):
-        Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward).check()
-    judge = Judge(config_of(of_here).reward)
+        Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward, "cpu").check()
+    judge = Judge(config_of(of_here).reward, "cpu")
     judge.check()
     tokenizer = judge.model.tokenizer
     special = [("<eos>", tokenizer.eos_token_id)]

@@ -20,7 +20,7 @@ from dapo_runner.types import Prompt, Verdict
 
 @cache
 def rule_of(kind: str) -> Reward:
-    return load_reward(make_config(reward={"kind": kind}).reward, kind)
+    return load_reward(make_config(reward={"kind": kind}).reward, kind, "cpu")
 
 
 def judge(kind: str, text: str, answer: str) -> Verdict:
@@ -189,7 +189,7 @@ def test_what_is_no_number_is_compared_as_written() -> None:
 def test_a_missing_package_is_refused(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with refused("reward.kind") as caught:
-        load_reward(make_config(reward={"kind": kind, "workers": 7}).reward, kind)
+        load_reward(make_config(reward={"kind": kind, "workers": 7}).reward, kind, "cpu")
     assert package in str(caught.value)
 
 
