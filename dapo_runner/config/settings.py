@@ -46,8 +46,9 @@ class Config(TrainingConfig):
     requires = {
         "advantage.kind=gae": "critic",
         "loss.objective=dapo !loss.overrides loss.old_logprobs=trainer !loss.routing_replay": "preference distillation",
-        "advantage.kind=group_std !advantage.segments !rollout.correction.mask": "preference distillation",
-        "!rollout.sampling_mask !logging.rollouts.per_token !rollout.correction.weights": "preference distillation",
+        "advantage.kind=group_std !advantage.segments": "preference distillation",
+        "!rollout.correction.weights !rollout.correction.mask": "preference distillation",
+        "!rollout.sampling_mask !logging.rollouts.per_token !rollout.max_staleness": "preference distillation",
         "!preference !loss.reference !loss.reference_ema": "distillation",
         "parallel.rollout_tensor=1 !advantage.segments": "env",
     }
@@ -179,10 +180,8 @@ def _sizes(config: Config) -> Iterator[Check]:
     needs = f"less than rollout.max_response_tokens={limit} (or soft_punishment=false)"
     yield "reward.overlong.cache_length", fits, needs
     trained = config.trained_per_step
-    fits = trained % size == 0
-    yield "optimizer.mini_batch_size", fits, f"a divisor of the {trained} responses that a step trains on"
-    is_even = preference is None or size % 2 == 0
-    yield "optimizer.mini_batch_size", is_even, "an even number with preference"
+    yield "optimizer.mini_batch_size", trained % size == 0, f"a divisor of the {trained} training responses of a step"
+    yield "optimizer.mini_batch_size", preference is None or size % 2 == 0, "an even number with preference"
     least = (1 if preference is None else 2) * (rollout.max_prompt_tokens + limit - 1)
     what = "sequence" if preference is None else "pair"
     yield "optimizer.token_budget", config.optimizer.token_budget >= least, f"at least {least}, the longest {what}"
@@ -277,7 +276,7 @@ def cautions(config: Config) -> Iterator[str]:
     """Yield warnings about settings that work but may be unintended, each as `key: consequence`."""
     rollout, sampler, reward = config.rollout, config.sampler, config.reward
     truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in rollout.truncations.items())
-    if truncated and not rollout.sampling_mask:
+    if truncated and not (rollout.sampling_mask or config.preference or config.distillation):
         yield f"{truncated}: the importance ratio is biased. Set rollout.sampling_mask=true to correct it."
     if rollout.max_staleness and rollout.partial:
         yield (
