@@ -114,7 +114,7 @@ class RewardConfig(Section):
     # dapo | gsm8k | integer | math | choice | exact | json | code | judge | reasoning_gym | module:function
     kind: str = "dapo"
     parts: list[RewardPart] = []  # several rewards instead of one; the first decides correctness
-    correct: float = 1.0  # reward of a correct response
+    correct: float = 1.0  # reward of a correct response; a soft judge and a function that returns numbers set their own
     incorrect: float = -1.0  # reward of an incorrect response
     # seconds for one response (kinds math, json, reasoning_gym; null: 10), for one run of a program (kind code, which
     # runs it once for each input; null: 10), or for one call of a function or a judge's API (null: 300)
