@@ -27,8 +27,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         check_start(recipe, recipe.training())
         print_rows(_summary(recipe))
         return 0
-    folder = sft(recipe)
-    newest = latest_checkpoint(folder / CHECKPOINTS)
+    newest = latest_checkpoint(sft(recipe) / CHECKPOINTS)
     if int(os.environ.get("RANK", 0)) == 0 and newest is not None:
         print(f"model: {newest.model}")
     return 0

@@ -18,7 +18,7 @@ from dapo_runner.config.training import LossConfig, OptimizerConfig
 
 class SftRunConfig(JobConfig):
     name: MayChange[RunName] = "sft"
-    epochs: MayChange[PositiveFloat] = 1.0  # passes over the training examples
+    epochs: MayChange[PositiveFloat] = 1.0  # passes over the training examples; the next pass fills up the last update
     eval_every: MayChange[NonNegativeInt] = 50
     save_every: MayChange[NonNegativeInt] = 200
 
@@ -36,7 +36,8 @@ class SftDataConfig(PromptsConfig):
     columns: SftColumnsConfig | None = None  # null: prompt and completion, or messages, or the columns of verdicts
     judge: JudgePrompt = JudgePrompt()  # the prompt for verdicts, as in reward.judge
     max_tokens: PositiveInt = 4096  # tokens of prompt and completion together; longer examples are left out and counted
-    eval_path: LocalPath | None = None  # data set of held-out rows
+    eval_path: LocalPath | None = None  # data set of held-out rows, read with data.subset and eval_split
+    eval_split: str = "test"  # split of eval_path, if that is a Hugging Face data set
     eval_size: NonNegativeInt = 64  # the first rows of eval_path, or rows held out from the training set
 
 
@@ -55,8 +56,7 @@ class SftConfig(TrainingConfig):
     def checks(self) -> Iterator[Check]:
         yield "model.path", self.model.path is not None, "a model to train further"
         longest = self.data.max_tokens - 1
-        fits = self.optimizer.token_budget >= longest
-        yield "optimizer.token_budget", fits, f"at least {longest}, the longest example (data.max_tokens)"
+        yield "optimizer.token_budget", self.optimizer.token_budget >= longest, f"at least {longest} (data.max_tokens)"
 
     def training(self, updates: int = 1) -> Config:
         """Return the same training for `dapo train`: cross-entropy is the policy gradient with an advantage of 1."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ Turns = tuple[tuple[str, str], ...]
 class Pair(NamedTuple):
     prompt: Turns
     completion: str
+    is_verdict: bool = False
 
 
 class Examples(NamedTuple):
@@ -47,27 +48,26 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
         raise ConfigError(f"model.path: requires a tokenizer with an EOS token, got that of {config.model.path}")
     questioner = Questioner(data.judge, special_tokens(tokenizer))
 
-    def read(path: Path, limit: int | None = None) -> list[Pair]:
-        rows = convert_rows(path, data.subset, data.split, lambda row: _pair(row, data, questioner))
+    def read(path: Path, split: str, limit: int | None = None) -> list[Pair]:
+        rows = convert_rows(path, data.subset, split, lambda row: _pair(row, data, questioner))
         found = list(islice(rows, limit))
         pairs = [pair for pair in found if pair is not None]
         report.update({"rows": len(found), "without a verdict": len(found) - len(pairs)})
         return pairs
 
-    train = read(data.path, data.limit)
+    train = read(data.path, data.split, data.limit)
     if data.eval_path is None:
         heldout = cut_heldout(train, data.eval_size, "data.eval_path")
         report[IN_HELDOUT] -= len(heldout)
     else:
-        rows = read(data.eval_path)
-        heldout = rows[: data.eval_size]
-        report["held-out rows past data.eval_size"] = len(rows) - len(heldout)
+        heldout = read(data.eval_path, data.eval_split, data.eval_size)
     held = {pair.prompt for pair in heldout}
     kept = [pair for pair in train if pair.prompt not in held]
     report[IN_HELDOUT] += len(train) - len(kept)
     examples = Examples([], [], {}, report)
     for pairs, prompts in ((kept, examples.train), (heldout, examples.heldout)):
-        _tokenize(pairs, prompts, examples, tokenizer, data)
+        for _, alike in groupby(pairs, lambda pair: pair.is_verdict):
+            _tokenize(list(alike), prompts, examples, tokenizer, data)
     report.update({"train": len(examples.train), "heldout": len(examples.heldout)})
     if not examples.train:
         raise ConfigError(f"data.path: expected training examples, got none: {report.describe('examples')}")
@@ -81,18 +81,22 @@ def _pair(row: Mapping[str, Any], data: SftDataConfig, questioner: Questioner) -
         if row["verdict"] is None:
             return None
         messages = questioner.messages(Question(row["problem"], row["reference"], row["response"]))
-        turns: list[tuple[str, str]] = as_messages(messages, data.system)
-        target = str(row["verdict"])
+        turns, target = as_messages(messages, data.system), str(row["verdict"])
+        if target not in data.judge.answers:
+            raise ValueError(f"expected a verdict of data.judge.answers={data.judge.answers}, got {target!r}")
     else:
         turns = as_messages(get_column(row, columns.messages or columns.prompt), data.system)
         if columns.messages is None:
             completion = get_column(row, columns.completion)
-            turns += [("assistant", completion)] if isinstance(completion, str) else as_messages(completion)
+            learned = [("assistant", completion)] if isinstance(completion, str) else as_messages(completion)
+            if len(learned) > 1:
+                raise ValueError("expected one message as completion; data.columns.messages takes conversations")
+            turns += learned
         (role, target) = turns.pop()
         if role != "assistant" or not turns:
             raise ValueError(f"the last message must be the assistant's and follow others, got one of {role}")
     "".join([*(text for _, text in turns), target]).encode()  # refuses half of a surrogate pair
-    return Pair(tuple(turns), target)
+    return Pair(tuple(turns), target, is_verdict=columns is None)
 
 
 def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
@@ -107,8 +111,9 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
 
 
 def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokenizer: Any, data: SftDataConfig) -> None:
-    rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data)
-    targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"] if pairs else []
+    thinking = {"enable_thinking": False} if pairs[0].is_verdict else {}  # as a judge in this process is asked
+    rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **(thinking | data.chat_template_kwargs))
+    targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"]
     for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
         end = [] if after[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
         length = len(token_ids := torch.tensor([*before, *after, *end]))

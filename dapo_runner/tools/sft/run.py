@@ -84,15 +84,14 @@ class SftRun(TrainingRun):
 
 
 def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
-    """Return the training configuration of a recipe with the number of updates for its epochs. Raises ConfigError, also
-    for examples that are longer than the model supports.
-    """
+    """Return the configuration with as many updates as the epochs need. Raises ConfigError, also for long examples."""
     assert recipe.model.path is not None
     longest = max(len(sequence.token_ids) for sequence in examples.sequences.values())
     check_length("model.path", recipe.model.path, recipe.model, longest, "data.max_tokens")
-    updates = math.ceil(recipe.run.epochs * len(examples.train) / recipe.optimizer.mini_batch_size)
-    config = recipe.training(updates)
-    if problems := list(failures(check_schedule(config), config)):
+    size, n_examples = recipe.optimizer.mini_batch_size, len(examples.train)
+    config = recipe.training(math.ceil(recipe.run.epochs * n_examples / size))
+    fits = ("optimizer.mini_batch_size", size <= n_examples, f"at most {n_examples}, the training examples")
+    if problems := list(failures(iter((fits, *check_schedule(config))), config)):
         raise ConfigError("\n".join(problems))
     return config
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,11 @@ from small import AtPhase, Dapo, Notes
 from transformers import AutoModelForCausalLM
 
 from dapo_runner.checkpoint.files import checkpoint_to_resume
-from dapo_runner.config import ConfigError, SftConfig, parse
+from dapo_runner.config import ConfigError, JudgeConfig, SftConfig, parse
 from dapo_runner.data.dataset import IN_HELDOUT
 from dapo_runner.logging.run_log import RunLog
+from dapo_runner.rewards.judge import Question, Questioner
+from dapo_runner.rewards.judge_model import JudgeModel, special_tokens
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.folder import check_same_run, write_config
 from dapo_runner.tiny_model import make_tokenizer
@@ -76,7 +79,11 @@ VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdic
         ({"messages": CHAT}, {"system": "7"}, "7\n\n1+2="),
         ({"talk": CHAT}, {"columns": {"messages": "talk"}}, "1+2="),
         ({"q": "1+2=", "a": "3"}, {"columns": {"prompt": "q", "completion": "a"}}, "1+2="),
-        (VERDICT, {"judge": {"template": "<x>{response}</x>{reference}"}}, "<x>< eos>3< /x></x>3"),
+        (
+            VERDICT,
+            {"judge": {"template": "<x>{response}</x>{reference}", "answers": ["1", "0"]}},
+            "<x>< eos>3< /x></x>3",
+        ),
     ],
 )
 def test_what_a_row_is(model_folder: Path, tmp_path: Path, row: Any, data: Any, prompt: str) -> None:
@@ -89,6 +96,55 @@ def test_what_a_row_is(model_folder: Path, tmp_path: Path, row: Any, data: Any, 
     said = [row.get("verdict", "3"), "<eos>"]
     assert tokenizer.convert_ids_to_tokens(sequence.token_ids[sequence.mask].tolist()) == said
     assert (len(examples.train), examples.report["without a verdict"]) == ((1, 1) if row is VERDICT else (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ({"messages": [CHAT[0], {**CHAT[1], "reasoning_content": "2"}]}, "reasoning_content"),
+        ({"messages": [*CHAT[:1], {**CHAT[1], "thinking": "2"}, *CHAT]}, "thinking"),
+        ({"prompt": "1+2=", "completion": [{**CHAT[1], "thinking": "2"}]}, "thinking"),
+        ({"prompt": "1+2=", "completion": [CHAT[1], *CHAT]}, "data.columns.messages"),
+        (VERDICT, "data.judge.answers"),  # whose default is YES and NO
+    ],
+)
+def test_what_would_not_train_as_it_is_used_is_refused(model_folder: Path, tmp_path: Path, row: Any, part: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    with refused("data.columns", parts=["row 1", part]):
+        load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), make_tokenizer())
+
+
+@pytest.mark.parametrize("thinks", [None, True])
+def test_a_verdict_trains_after_the_prompt_of_the_judge(
+    thinks: bool | None, model_folder: Path, tmp_path: Path
+) -> None:
+    """Which does not think. ``data.chat_template_kwargs`` can change this."""
+    prompt = {"template": "{reference}={response}", "answers": ["1", "0"]}
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %}7{% endif %}="
+    path = write_rows(tmp_path / "rows.jsonl", [VERDICT, {"prompt": "1+2", "completion": "3"}])
+    data = {
+        "judge": prompt,
+        "eval_size": 0,
+        "chat_template_kwargs": {} if thinks is None else {"enable_thinking": thinks},
+    }
+    verdict, other = load_examples(parse(recipe_of(model_folder, path, data=data), SftConfig), tokenizer).train
+    assert other.text == "1+2="
+    judge = JudgeModel(JudgeConfig(model=str(model_folder), **prompt), "cpu")
+    judge.tokenizer.chat_template = tokenizer.chat_template
+    question = Questioner(judge.config, special_tokens(tokenizer)).messages(Question("1+2", "3", VERDICT["response"]))
+    assert (list(verdict.token_ids) == judge._tokens_of(question)) is (thinks is None)
+
+
+def test_held_out_rows_have_a_split_of_their_own(model_folder: Path, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(SUMS)
+    parts = {"train": rows.select(range(9)), "test": rows.select([10, 11]), "other": rows.select([12])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    for chosen, prompts in (({}, ["1+0=", "1+1="]), ({"eval_split": "other"}, ["1+2="])):
+        recipe = recipe_of(model_folder, tmp_path / "d", data={"eval_path": str(tmp_path / "d"), **chosen})
+        examples = load_examples(parse(recipe, SftConfig), make_tokenizer())
+        assert [prompt.text for prompt in examples.heldout] == prompts
+        assert len(examples.train) == 9
 
 
 def test_half_of_a_surrogate_pair_is_refused_with_its_row(model_folder: Path, tmp_path: Path) -> None:
@@ -112,8 +168,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
     examples = load_examples(recipe, make_tokenizer())
     assert [prompt.text for prompt in examples.heldout] == [row["prompt"] for row in SUMS[2:7]]
     assert not {prompt.id for prompt in examples.heldout} & {prompt.id for prompt in examples.train}
-    counts = {"rows": 29, "train": 15, "heldout": 5, IN_HELDOUT: 6}
-    counts |= {"longer than data.max_tokens": 1, "held-out rows past data.eval_size": 2}
+    counts = {"rows": 27, "train": 15, "heldout": 5, IN_HELDOUT: 6, "longer than data.max_tokens": 1}
     assert {what: count for what, count in examples.report.items() if count} == counts
 
 
@@ -128,6 +183,7 @@ def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> 
         ("data: {eval_path: no.jsonl}", "data.eval_path", "no.jsonl"),
         ("model: {path: null, tiny: {}}", "model.path", "null"),
         ("optimizer: {warmup_steps: 12}", "optimizer.warmup_steps", "12"),
+        ("optimizer: {mini_batch_size: 91, warmup_steps: 1}", "optimizer.mini_batch_size", "90"),
         ("optimizer: {token_budget: 30}", "optimizer.token_budget", "31"),
     ],
 )
