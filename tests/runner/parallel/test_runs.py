@@ -82,7 +82,7 @@ def test_runs_begin_as_on_one_process(tmp_path: Path, warm: Path, model_folder: 
     verdicts = tmp_path / "runs" / "judge" / "verdicts.jsonl"
     sections = {
         "run": {"output_dir": str(tmp_path / "runs"), "eval_every": 0},
-        "data": {"eval_size": 5, "judge": {"template": "{reference}={response}?"}},
+        "data": {"eval_size": 5, "judge": {"template": "{reference}={response}?", "answers": ["5", "8"]}},
         "optimizer": {"mini_batch_size": 8, "warmup_steps": 1},
     }
     sft = ["sft", str(write_sft_recipe(model_folder, verdicts, tmp_path / "sft.yaml", **sections))]
