@@ -27,7 +27,7 @@ LINES = {  # today's: lower a number when its room shrinks
     "environments": 380,
 }
 ROOMS = {"policy": "training", "parallel": "training", "checkpoint": "training", "commands": "top", "run": "top"}
-SETTINGS = 257
+SETTINGS = 258
 LONGEST_FUNCTION, MOST_PARAMETERS = 45, 8
 
 
