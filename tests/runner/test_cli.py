@@ -190,11 +190,12 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
     shares = [float(share) for share in re.findall(r"([\d.]+) ?%", out)]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    dapo("report", run, "--out", tmp_path / "p.SVG")
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "kind": "step", "train/loss": 0.5}])  # one panel
+    dapo("report", tmp_path, "--out", tmp_path / "p.SVG")
     assert b"<svg" in (tmp_path / "p.SVG").read_bytes()
-    dapo("report", run, "--out", tmp_path / "p.jpg")
+    dapo("report", tmp_path, "--out", tmp_path / "p.jpg")
     for out in ("p.png/q.png", "p.no-such-format", "p"):
-        dapo.refuses("--out", "report", run, "--out", tmp_path / out)
+        dapo.refuses("--out", "report", tmp_path, "--out", tmp_path / out)
 
 
 def test_help_and_doctor_need_nothing(dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:

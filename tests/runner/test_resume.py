@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -92,6 +93,7 @@ def run(recipe: Path, overrides: Sequence[str]) -> Path:
 
 
 def run_until_killed(recipe: Path, overrides: Sequence[str], *kill: Any) -> None:
+    gc.freeze()  # what it was forked with
     kill_at(*kill)
     run(recipe, overrides)
 

@@ -343,7 +343,6 @@ def test_many_prompts_are_left_out_of_collections(fork: Fork, monkeypatch: pytes
     n_frozen = gc.get_freeze_count()
     with open_run(fork(), Notes()):
         assert gc.get_freeze_count() > n_frozen
-    gc.unfreeze()
 
 
 def test_a_damaged_checkpoint_is_not_forked(source: Path, fork: Fork, tmp_path: Path) -> None:

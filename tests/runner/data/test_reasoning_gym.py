@@ -16,6 +16,7 @@ from small import Dapo, events_of, write_recipe
 
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import DUPLICATES, IN_HELDOUT, Dataset, load_data
+from dapo_runner.data.reasoning_gym import _generate
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Prompt, Sample
 
@@ -115,15 +116,15 @@ def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
     assert not made.exists()
     assert not any(sample.correct for sample in (*hostile, wrong))
     assert honest.correct
-    (slow,) = score(prompt, "9**9**9**9", timeout=3.0)
+    (slow,) = score(prompt, "9**9**9**9", timeout=0.5)
     assert slow.verdict.rule == "timeout"
 
 
 def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:
     with refused("data.reasoning_gym.1.config", parts=["min_numbers"]):
         load(SUMS, {"name": "countdown", "config": {"min_numbers": 1}}, limit=4, eval_size=1)
-    with refused("data.reasoning_gym.0.name", parts=["chain_su"]):
-        load({"name": "chain_su", "config": {}}, limit=4, eval_size=1)
+    with pytest.raises(SystemExit, match=r"data\.reasoning_gym\.0\.name: .*chain_su"):
+        _generate(0, "chain_su", {"size": 1})
     for name in ("coin_flip", "complex_arithmetic", "game_of_life_halting", "number_sorting", "puzzle24"):
         with refused("data.reasoning_gym.1.name", parts=[name]):
             config_of(SUMS, {"name": name})

@@ -327,7 +327,7 @@ ENDLESS = {
 
 
 def test_a_program_that_does_not_end_is_killed_with_all_its_processes(judge: CodeRule, started: list[int]) -> None:
-    verdicts = CodeRule(len(ENDLESS), 1.5, 512).judge_texts(list(ENDLESS), [TESTS] * len(ENDLESS))
+    verdicts = CodeRule(len(ENDLESS), 0.7, 512).judge_texts(list(ENDLESS), [TESTS] * len(ENDLESS))
     assert [verdict.rule for verdict in verdicts] == list(ENDLESS.values())
     for number in range(8):  # killed while bubblewrap prepares its namespaces
         CodeRule(2, 0.003 * (number + 1), 512).judge_texts(["import time\ntime.sleep(600)"], [TESTS])
