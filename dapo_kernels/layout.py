@@ -236,7 +236,7 @@ class Layout:
         if not torch.compiler.is_compiling():
             is_binary = ((flat == 0) | (flat == 1)).all()
             if not readable(is_binary):
-                torch._assert_async(is_binary)
+                torch._assert_async(is_binary, f"{self.caller}: mask must be bool, or 0 and 1")
             elif not bool(is_binary):
                 raise self.fail("mask", "bool, or 0 and 1; weights go to importance_weights", "other values")
         return flat != 0

@@ -119,8 +119,8 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
     except Exception as error:  # data sets, the hub and the network raise many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"data: expected a Hugging Face data set (a folder, or a name on the hub) with the subset {subset!r} and "
-            f"the split {split!r} at {path}: {reason}"
+            f"data: expected a Hugging Face data set (a folder, or a name on the hub) with data.subset={subset!r} and "
+            f"the split {split!r} (data.split, eval_split) at {path}: {reason}"
         ) from error
     yield from rows
 

@@ -294,6 +294,8 @@ def _prepare(model: Any, config: ModelConfig) -> None:
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=partial(_checkpoint, config))
         for module in model.modules():  # layers are recomputed in train mode; in it their parts would draw at random
             module.training = getattr(module, "gradient_checkpointing", False)
+            for key in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
+                setattr(module, key, 0.0)
     if config.compile:
         # All layers share one compilation for any number of positions. Attention is not compiled.
         for block in _blocks(model):

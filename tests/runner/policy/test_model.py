@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
+    BioGptConfig,
     CohereConfig,
     CTRLConfig,
     DeepseekV2Config,
@@ -207,6 +208,7 @@ def test_a_model_of_the_hub_may_checkpoint_any_function(
         MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.3),
         PhimoeConfig(**SIZES, num_local_experts=4),
         Starcoder2Config(**SIZES, residual_dropout=0.3),
+        BioGptConfig(**SIZES, hidden_dropout_prob=0.3),  # in the layer itself
     ],
 )
 def test_layers_that_are_recomputed_draw_nothing_at_random(config: Any, tmp_path: Path) -> None:
@@ -214,7 +216,11 @@ def test_layers_that_are_recomputed_draw_nothing_at_random(config: Any, tmp_path
     found, calls, (batch,) = [], list[int](), pack([make_sequence(2, 5)], token_budget=16)
     for values in ({}, {"gradient_checkpointing": True}):
         policy = load(saved(config, tmp_path / str(len(found))), **values)
-        norm = next(module for name, module in policy.model.named_modules() if name.endswith(("layernorm", "ln_1")))
+        norm = next(
+            module
+            for name, module in policy.model.named_modules()
+            if name.endswith(("layernorm", "ln_1", "layer_norm"))
+        )
         norm.register_forward_pre_hook(lambda *_: calls.append(1))
         hidden = policy.hidden_states(batch)
         hidden.square().sum().backward()
