@@ -61,11 +61,10 @@ class FunctionReward(CallingReward):
         return [first_error(per_prompt) or list(chain.from_iterable(per_prompt)) for per_prompt in found]
 
     def _judge_part(self, prompt: Prompt, part: Sequence[Completion]) -> list[Verdict | None]:
-        n = len(part)
-        batch = [prompt] * n, list(part), [dict(prompt.row) for _ in part]
+        batch = [prompt] * len(part), list(part), [dict(prompt.row) for _ in part]
         call = partial(self.function, *(batch if self.takes_batch else (prompt, part[0])))
         returned = call_with_timeout(self.config.call_timeout, call, self.is_async)
-        return _read_verdicts(returned if self.takes_batch else [returned], n, self.config)
+        return _read_verdicts(returned if self.takes_batch else [returned], len(part), self.config)
 
 
 def _read_verdicts(returned: Any, n: int, config: RewardConfig) -> list[Verdict | None]:
@@ -78,8 +77,7 @@ def _read_verdicts(returned: Any, n: int, config: RewardConfig) -> list[Verdict 
 
 def _read_verdict(result: Any, config: RewardConfig) -> Verdict:
     """Return a verdict with plain Python values: torch refuses to load a checkpoint that contains NumPy numbers."""
-    if hasattr(result, "item"):  # a scalar of NumPy or torch
-        result = result.item()
+    result = result.item() if hasattr(result, "item") else result  # a scalar of NumPy or torch
     if isinstance(result, bool):
         return Verdict(result)
     if isinstance(result, int | float):

@@ -26,6 +26,10 @@ ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 # What may begin a number in groups of three digits: no index, exponent or argument. `(1,\!200)` may be two numbers.
 START = r"(?<![\w.^}])(?<!(?:frac|sqrt) )(?:(?<![(\[,!])(?<!\\\{)|(?=\d+\\))[1-9]\d{0,2}"
 GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)")
+# Numbers, single letters and commands: math_verify would read the first number. But no number with a unit.
+UNIT = r"(?!-?[\d.,]+ [A-Zm](?:\^\d)?\Z)"
+BARE = re.compile(UNIT + r"(?:[\d\s+*/^_=<>!|.,;:()[\]{}'π-]|(?i:(?<![a-z])[a-z](?![a-z])|\\(?:[a-z]++|[,!:; {}])))++")
+MIXED = re.compile(r"(?<![\w.,/^}])(\d+)(?: |\\,)(\d+)/(\d+)(?![\d/])")  # 1 1/2
 FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 load_code = lru_cache(runpy.run_path)
@@ -48,11 +52,14 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
     from sympy import FiniteSet
 
     def read(text: str, *formats: Any) -> Any:
-        return parse(plain_numbers(text), list(formats), parsing_timeout=None, raise_on_error=True)
+        text = MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", plain_numbers(text))
+        return parse(text, list(formats), parsing_timeout=None, raise_on_error=True)
 
     if not (gold := read(rf"\boxed{{{answer}}}", LatexExtractionConfig())):
         raise ValueError("no mathematics in the ground truth")
     tail = text[-MATH_WINDOW:]
+    if r"\boxed" not in tail and (lines := ANSWER_LINE.findall(plain_numbers(tail))):
+        tail = f"${line}$" if BARE.fullmatch(line := lines[-1].strip(" *.`")) else tail
     before, box, after = tail.rpartition(r"\boxed")
     earlier, _, paragraph = before.rpartition("\n\n")
     result, last = verdict("none"), set[str]()

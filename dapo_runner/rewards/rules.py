@@ -78,12 +78,12 @@ _WRITTEN = (
     rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][-+]?[0-9]+)?"
     rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
 )
-_TERM, _OPERATOR = r"[ \t0-9.,$%]*", rf"[-+*/×÷·x{_DASH}]"
+_TERM, _OPERATOR = r"[ \t0-9.,$%()]*", rf"(?:[-+*/×÷·x{_DASH}]|\\(?:times|cdot|div))"
 # The left side of an equation such as 3 + 4 = 7, if the right side is one number.
-_SUM = rf"(?:(?=[ \t$]*[0-9]){_TERM}(?:{_OPERATOR}{_TERM})+=\s*(?={_WRITTEN}[^\n0-9=]*(?:\n|\Z)))?"
+_SUM = rf"(?:(?=[ \t$(]*[0-9]){_TERM}(?:{_OPERATOR}{_TERM})+=\s*(?={_WRITTEN}[^\n0-9=]*(?:\n|\Z)))?"
 _NUMBER_LINES = {
-    "hash-line": re.compile(rf"####\s*{_SUM}({_WRITTEN})"),
-    "answer-line": re.compile(rf"(?i)Answer\*{{0,2}}\s*:{_SUM}[^\n0-9]*?({_WRITTEN})"),
+    "hash-line": re.compile(rf"####[*\s]*+{_SUM}({_WRITTEN})"),
+    "answer-line": re.compile(rf"(?i)Answer\*{{0,2}}\s*:[*\s]*+{_SUM}[^\n0-9]*?({_WRITTEN})"),
 }
 # A digit or comma on the left would start the match inside a longer number, a slash inside a fraction.
 _INTEGER = re.compile(r"(?<![0-9.,])(?<![0-9]/)(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?![0-9]|[.,/][0-9])")
@@ -108,8 +108,7 @@ def integer_rule(text: str, answer: str) -> Verdict:
     tail = plain_numbers(text[-ANSWER_WINDOW:])
     if not (found := list(_INTEGER.finditer(tail))):
         return NO_ANSWER
-    sign = "-" if _ends_in_sign(tail[: found[-1].start()]) else ""
-    return _compare_numbers(sign + found[-1].group(), answer, "last-integer")
+    return _compare_numbers("-" * _ends_in_sign(tail[: found[-1].start()]) + found[-1][0], answer, "last-integer")
 
 
 def _ends_in_sign(before: str) -> bool:
@@ -145,7 +144,8 @@ _EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
 # All repetitions are bounded, because a policy writes the text. After a line break, `A train …` begins a sentence.
 _SAID = re.compile(
     r"(?i:answer)\*{0,2}[ \t]{0,3}(?:(?i:is)|(?i:is[ \t]{0,3})?:(?:[\s*]{0,3}\n(?!\W{0,9}[A-Z] \w)\s{0,3})?)"
-    r"[ \t*$(\[\"'`\\]{0,6}(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9])"
+    r"[ \t*$(\[\"'`\\]{0,6}(?:(?i:option|choice)[ \t]{1,3}[*$(\[\"'`\\]{0,3})?"
+    r"(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9])"
 )
 _BOXED = re.compile(r"\\boxed\{[ \t]{0,3}(?:\\text\w{0,2}\{)?[*(\[]{0,3}([A-Z])(?:[.):\]*][^{}]{0,90})?\}")
 _ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")

@@ -26,9 +26,10 @@ class TextReward(NamedTuple):
 
     judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]
     column: str | None = None  # of the row, in place of the ground truth
+    whole: bool = False  # whether it reads what comes before the last </think>
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
-        texts = [completion.text for samples in completions for completion in samples]
+        texts = [one.text if self.whole else one.text.rpartition("</think>")[2] for many in completions for one in many]
         truths = [prompt.answer if self.column is None else prompt.row[self.column] for prompt in prompts]
         answers = [truth for truth, samples in zip(truths, completions, strict=True) for _ in samples]
         verdicts = iter(self.judge_texts(texts, answers))
@@ -50,8 +51,7 @@ _RULES: dict[str, tuple[Callable[[str, str], Verdict], str]] = {
 def load_reward(config: RewardConfig, use: str, device: str) -> Reward:
     """Return the rule, function or judge ``use``. Raises ConfigError if it, or a package that it needs, is missing."""
     if use in _RULES:
-        compare = _RULES[use][0]
-        return TextReward(lambda *pairs: list(map(compare, *pairs)))
+        return TextReward(lambda *pairs: list(map(_RULES[use][0], *pairs)), whole=use == "dapo")  # equal to its script
     if use in ("math", "json"):
         return TextReward(open_rule(use, config.workers, config.rule_timeout).judge_texts)
     if use == "reasoning_gym":
@@ -176,8 +176,7 @@ class Scorer:
     def _sample(self, prompt: Prompt, completion: Completion, verdicts: Sequence[Verdict | None]) -> Sample:
         """Return a sample. Its verdict is the first that applies, its reward the weighted sum of all that apply."""
         if (reward := completion.environment_reward) is not None:
-            verdict = Verdict(round(reward, 9) >= 1, rule="environment", value=reward)
-            return self._shaped(completion, verdict, reward, parts={})
+            return self._shaped(completion, Verdict(round(reward, 9) >= 1, None, "environment", reward), reward, {})
         found = {label: verdict for label, verdict in zip(self.rewards, verdicts, strict=True) if verdict is not None}
         if not found:
             raise RewardError(

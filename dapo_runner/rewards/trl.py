@@ -30,9 +30,7 @@ async def _call_async(function: Callable[..., Any], chat: bool, prompts: Any, co
     return await function(**_arguments(chat, prompts, completions, rows))
 
 
-def _arguments(
-    chat: bool, prompts: list[Prompt], completions: list[Completion], rows: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _arguments(chat: bool, prompts: list[Prompt], completions: list[Completion], rows: list[Any]) -> dict[str, Any]:
     names = dict.fromkeys(name for row in rows for name in row if name not in _OWN)
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     columns["completion_ids"] = [completion.token_ids.tolist() for completion in completions]

@@ -139,8 +139,7 @@ class TextRule(WorkerRule):
         worker = self._take_worker()
         try:
             worker.send({"text": text, "answer": answer, **more, "timeout": self.timeout})
-            written = worker.read(self.timeout, line=True)
-            if not written:
+            if not (written := worker.read(self.timeout, line=True)):
                 raise WorkerError("crash")
         except BaseException:
             worker.kill()
@@ -153,8 +152,7 @@ class TextRule(WorkerRule):
 
     def _take_worker(self) -> Worker:
         while self._idle:
-            worker = self._idle.pop()
-            if worker.process.poll() is None:  # one that died while idle does not count against this text
+            if (worker := self._idle.pop()).process.poll() is None:  # death while idle costs no text its verdict
                 return worker
         worker = Worker((sys.executable, str(_RULES), self.rule), {**os.environ, "PYTHONHASHSEED": "0"})
         with suppress(WorkerError):

@@ -24,7 +24,7 @@ def rule_of(kind: str) -> Reward:
 
 
 def judge(kind: str, text: str, answer: str) -> Verdict:
-    (verdict,) = rule_of(kind).judge_texts([text], [answer])
+    ((verdict,),) = rule_of(kind).judge([make_prompt(answer=answer)], [[make_completion(text=text)]])
     return verdict
 
 
@@ -57,6 +57,7 @@ READ = [  # rule, response, what it extracts, where
     ("dapo", "Answer: 12.", "12.", "answer-line"),
     ("dapo", "The result is 12", None, "none"),
     ("dapo", "Answer: $5 = x$ feet", "x", "answer-line"),
+    ("dapo", "<think>Answer: 12</think>", "12</think>", "answer-line"),  # as its script
     ("dapo", "Answer: $ feet", None, "answer-line"),  # nothing but what is removed
     ("gsm8k", "Answer: 3\n#### 18", "18", "hash-line"),
     ("gsm8k", "#### 1 / 2", "1/2", "hash-line"),
@@ -70,6 +71,15 @@ READ = [  # rule, response, what it extracts, where
     ("gsm8k", "#### 60% = 0.6", "60", "hash-line"),
     ("gsm8k", "Answer: 18 (18/2 = 9)", "18", "answer-line"),
     ("gsm8k", "Answer: 3 x $4 = $12.50 each.", "12.5", "answer-line"),
+    ("gsm8k", r"Answer: $2 \times 3 = 6$", "6", "answer-line"),
+    ("gsm8k", r"Answer: 2 \cdot 3 = 6", "6", "answer-line"),
+    ("gsm8k", r"#### $12 \div 4 = 3$", "3", "hash-line"),
+    ("gsm8k", "#### (2+3)*2 = 10", "10", "hash-line"),
+    ("gsm8k", "**Answer:**\n\n18 apples", "18", "answer-line"),
+    ("gsm8k", "Answer:\n$18$", "18", "answer-line"),
+    ("gsm8k", "#### **18**", "18", "hash-line"),
+    ("gsm8k", "<think>#### 17</think>\nAnswer: 18", "18", "answer-line"),
+    ("gsm8k", "<think>#### 17", "17", "hash-line"),  # cut off in its thoughts
     ("gsm8k", "18", None, "none"),
     ("integer", "it is 10-3", "3", "last-integer"),
     ("integer", "it is $10 − $3", "3", "last-integer"),
@@ -97,6 +107,11 @@ READ = [  # rule, response, what it extracts, where
     ("choice", "Answer:\nB", "B", "answer-line"),
     ("choice", "**Answer:**\r\n\r\n(B) Paris", "B", "answer-line"),
     ("choice", "The answer:\n\n  A train is faster. \\boxed{B}", "B", "boxed"),
+    ("choice", "The answer is option B.", "B", "answer-line"),
+    ("choice", "Answer: **Option (B)**", "B", "answer-line"),
+    ("choice", "The answer is optional", None, "none"),
+    ("choice", "<think>The answer is A</think> B", "B", "letter"),
+    ("exact", "<think>Rome?</think> no, <think>or</think>\n\nParis", "paris", "whole"),
     ("exact", ' "Paris." ', "paris", "whole"),
     ("exact", "It is.\nAnswer:  NEW  York", "new york", "answer-line"),
     ("exact", "**Answer**: Paris", "paris", "answer-line"),

@@ -73,6 +73,20 @@ def judge(rule: TextRule, text: str, answer: str) -> Verdict:
         (r"\boxed{\frac12\,345}", "172.5", "math-verify", True),
         (r"\boxed{\frac 12\,345}", "172.5", "math-verify", True),
         (r"\boxed{\frac{1{,}234}{5}}", "246.8", "math-verify", True),
+        ("Step 1.\n\nAnswer: 2\\sqrt{3}.", r"2\sqrt{3}", "math-verify", True),  # without dollars
+        (r"Answer: 2\sqrt{3}", "2", "math-verify", False),
+        (r"**Answer:** \frac{\sqrt{3}}{2}", r"\frac{\sqrt{3}}{2}", "math-verify", True),
+        ("Answer: (1, 2)", "(1,2)", "math-verify", True),
+        ("Answer: x > 5", "5", "math-verify", False),
+        (r"Answer: 2\,000x + 1", "2000x+1", "math-verify", True),
+        ("Answer: 3.5%", "3.5", "math-verify", True),
+        ("Answer: 5 A", "5", "math-verify", True),
+        ("Answer: 5 or 6", "5", "math-verify", True),
+        ("Answer: 1 1/2", "1", "math-verify", False),
+        (r"\boxed{-1 1/2}", "-1.5", "math-verify", True),
+        (r"\boxed{3/2}", "1 1/2", "math-verify", True),
+        (r"\boxed{2^3 1/2}", "4", "math-verify", True),  # no mixed number
+        ("so it is 1 1/2.", "3/2", "math-verify", True),
         ("Answer: 4", "5", "math-verify", False),
         ("Answer: 4", "}{", "error", False),  # a ground truth that cannot be read
         ("x" * 5000 + "Answer: 7", "7", "math-verify", True),
