@@ -78,7 +78,7 @@ _WRITTEN = (
     rf"(?:\\?\$)?{_SIGN}?(?:\\?\$[ \t]*)?{_DIGITS}(?:[eE][-+]?[0-9]+)?"
     rf"(?:(?:[ \t]+[0-9]+)?[ \t]*/[ \t]*{_DIGITS})?"
 )
-_TERM, _OPERATOR = r"[ \t0-9.,$%()]*", rf"(?:[-+*/×÷·x{_DASH}]|\\(?:times|cdot|div))"
+_TERM, _OPERATOR = r"[ \t$(]*+[ \t0-9.,$%)]*+", rf"(?:[-+*/×÷·x{_DASH}]|\\(?:times|cdot|div))"
 # The left side of an equation such as 3 + 4 = 7, if the right side is one number.
 _SUM = rf"(?:(?=[ \t$(]*[0-9]){_TERM}(?:{_OPERATOR}{_TERM})+=\s*(?={_WRITTEN}[^\n0-9=]*(?:\n|\Z)))?"
 _NUMBER_LINES = {
