@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic import BaseModel, Json
 
 from dapo_runner.environments.environment import Message
 from dapo_runner.errors import ConfigError
 
 CUT = "\ue000cut\ue000"  # stands in a conversation where a prompt ends, and where a turn of the policy ends
 THOUGHTS = dict.fromkeys(("reasoning_content", "thinking"), "(a thought)")
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolCall(BaseModel):
+    """A call as a model writes it."""
+
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]] = {}  # as text in OpenAI's form
+
+
+def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> list[Any]:
+    """Return the calls of a turn in order, as JSON or as dictionaries; None for what cannot be read.
+
+    Without a response template of the tokenizer they follow the thoughts, in the form of Hermes and Qwen,
+    `<tool_call>{…}</tool_call>`.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return _HERMES.findall(text.rpartition("</think>")[2])
+    try:
+        calls = tokenizer.parse_response(text, prefix="", tools=list(tools)).get("tool_calls") or []
+        return [call.get("function") for call in calls]
+    except Exception:  # whatever a parser does with the text of a model
+        return [None]
+
+
+def common_length(a: str, b: str) -> int:
+    return next((n for n, both in enumerate(zip(a, b, strict=False)) if len({*both}) > 1), min(len(a), len(b)))
 
 
 class TurnTemplate:
@@ -66,22 +95,38 @@ class TurnTemplate:
         replies = [rendered.rpartition(CUT)[2] + CUT for rendered in (once, twice)]
         pairs = ((opened, said), (said, once), (once, twice), replies)
         old, new = next((pair for pair in pairs if not pair[1].startswith(pair[0])), ("", ""))
-        n = next((n for n, both in enumerate(zip(old, new, strict=False)) if len({*both}) > 1), len(new))
+        n = common_length(old, new)
         requirements = {
             f"only appends: it turns {old[n : n + 40]!r} into {new[n : n + 40]!r}": not old,
             f"has messages of the role {message['role']}": message["content"] in replies[0],
             "lists tools": not self.tools or opened != self._render([question], tools=None),
+            "writes calls as <tool_call>{…}</tool_call> (for another form, add a response_template to the tokenizer)": (
+                self._writes_calls()
+            ),
         }
         for requirement, is_met in requirements.items():
             if not is_met:
                 name = self.tokenizer.name_or_path
                 raise ConfigError(f"env: requires a chat template that {requirement}. Got that of {name}.")
 
-    def _render(self, turns: Sequence[dict[str, str]], **options: Any) -> str:
+    def _writes_calls(self) -> bool:
+        """Return whether `parse_calls` reads the calls that the template writes, if it writes any."""
+        if not self.tools or getattr(self.tokenizer, "response_template", None) is not None:
+            return True
+        call = {"name": self.tools[0]["function"]["name"], "arguments": {"text": "A call."}}
+        calls = [{"type": "function", "id": "call00000", "function": call}]
+        turns = [{"role": "user", "content": CUT}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        text = self._render(turns, add_generation_prompt=False).rpartition(CUT)[2]
+        read = map(ToolCall.model_validate_json, parse_calls(text))
+        with suppress(ValueError):
+            return "A call." not in text or [one.model_dump() for one in read] == [call]
+        return False
+
+    def _render(self, turns: Sequence[dict[str, Any]], **options: Any) -> str:
         arguments = {**self.kwargs, "tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
         try:
             return str(self.tokenizer.apply_chat_template(list(turns), **arguments))
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # some take the arguments of calls only as text
             roles = ", ".join(turn["role"] for turn in turns)
             raise ConfigError(f"env: expected a chat template that takes the roles {roles}: {error}") from error
 

@@ -5,44 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Json, TypeAdapter, ValidationError, validate_call
+from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
 from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.environments.environment import Answer, Environment, Message
-from dapo_runner.environments.template import CUT
+from dapo_runner.environments.template import CUT, ToolCall, parse_calls
 from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
 
 CALL = ConfigDict(strict=True, arbitrary_types_allowed=True)  # as JSON: "3" is no integer, a list may be a tuple
 MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the policy sees
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-class ToolCall(BaseModel):
-    """A call as a model writes it."""
-
-    name: str
-    arguments: dict[str, Any] | Json[dict[str, Any]] = {}  # as text in OpenAI's form
-
-
-def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> list[Any]:
-    """Return the calls of a turn in order, as JSON or as dictionaries; None for what cannot be read.
-
-    Without a response template of the tokenizer they have the form of Hermes and Qwen, `<tool_call>{…}</tool_call>`.
-    """
-    if getattr(tokenizer, "response_template", None) is None:
-        return _HERMES.findall(text)
-    try:
-        calls = tokenizer.parse_response(text, prefix="", tools=list(tools)).get("tool_calls") or []
-        return [call.get("function") for call in calls]
-    except Exception:  # whatever a parser does with the text of a model
-        return [None]
 
 
 class ToolEnvironment(Environment):

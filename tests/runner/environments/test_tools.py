@@ -224,6 +224,15 @@ def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str
         template_arguments(EnvironmentConfig(kind=kind, tools=tools))
 
 
+def test_a_call_in_a_closed_thought_is_not_made() -> None:
+    thought, environment = f"<think>\n{call('product', a=6, b=7)}", ToolEnvironment([product])
+    answer = environment.step(f"{thought}\n</think>\n\nAnswer: 42")
+    assert (contents(answer), answer.is_done) == ([], True)
+    assert contents(environment.step(f"{thought}\n</think>{call('product', a=2, b=3)}")) == ["6"]
+    assert contents(environment.step(thought)) == ["42"]
+    assert environment.counts["tool_calls"] == 2
+
+
 PIECES = [
     *("<tool_call>", "</tool_call>", "<tool_call", "[product ", "[echo ", "]", "<start>", "<|im_start|>", "<|im_end|>"),
     *("{", "}", '{"name": ', '"product"', ', "arguments": ', '{"a": 2, "b": 3}', '"echo"', "null", "NaN"),

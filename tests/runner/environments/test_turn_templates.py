@@ -41,13 +41,13 @@ def template_of(name: str) -> str:
         (OLD, False, False),
         ("qwen3", False, True),  # drops thoughts once the user has said more, not after a tool
         ("qwen3_training", True, True),
-        ("qwen3_5_think", False, True),
-        ("glm4moe", False, True),
+        ("qwen3_5_think", False, False),  # writes calls in another form
+        ("glm4moe", False, False),
         ("gptoss", False, False),  # a tool's message names a call of the message before
-        ("deepseekv3", False, False),
+        ("deepseekv3", False, False),  # takes the arguments of a call only as text
         ("phi3", True, False),  # leaves out messages of tools
         ("gemma", True, False),
-        ("llama3_1", True, True),
+        ("llama3_1", True, False),
     ],
 )
 def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bool, takes_tool: bool) -> None:
@@ -79,6 +79,35 @@ def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bo
 def test_a_refusal_shows_the_first_difference() -> None:
     with pytest.raises(ConfigError, match=r"'A reply\..*into 'old A reply\."):
         TurnTemplate(chat_tokenizer(OLD), chat=True, tools=TOOLS)
+
+
+WRITTEN = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}CALL{% endfor %}")
+FUNCTION = "{{ c['function'] | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("call", "is_read"),
+    [
+        (f"<tool_call>{FUNCTION}</tool_call>", True),
+        (f"</think><tool_call>{FUNCTION}</tool_call>", True),
+        ("", True),  # the template leaves calls out
+        (FUNCTION, False),
+        (f"<tool_call>{FUNCTION}</tool_call></think>", False),
+        ("<tool_call><function={{ c['function']['name'] }}>{{ c['function']['arguments']['text'] }}", False),
+        ("{{ 'call' + c['function']['arguments'] }}", False),  # a text is expected
+    ],
+)
+def test_a_template_that_writes_calls_in_another_form_needs_a_response_template(call: str, is_read: bool) -> None:
+    example = '<tool_call>{"name": "multiply", "arguments": {"text": "A call."}}</tool_call>'  # in the system message
+    tokenizer = chat_tokenizer(LISTED.replace(CHATML, example + WRITTEN.replace("CALL", call)))
+    if is_read:
+        TurnTemplate(tokenizer, chat=True, tools=TOOLS)
+        return
+    with pytest.raises(ConfigError, match=r"^env\b"):
+        TurnTemplate(tokenizer, chat=True, tools=TOOLS)
+    if "+" not in call:
+        tokenizer.response_template = {"fields": {}}
+        TurnTemplate(tokenizer, chat=True, tools=TOOLS)
 
 
 PIECES = [
