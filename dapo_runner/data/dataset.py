@@ -16,6 +16,7 @@ from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.curriculum import Curriculum
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.data.reasoning_gym import generate_problems
+from dapo_runner.environments.template import CUT, common_length
 from dapo_runner.environments.tools import template_arguments
 from dapo_runner.types import Group, Prompt
 
@@ -155,7 +156,7 @@ def tokenize(
     conversations: Iterable[Iterable[tuple[str, str]]], tokenizer: Any, data: DataConfig | SftDataConfig, **kwargs: Any
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Return text and token ids of each conversation, up to where the response begins; no ids without a tokenizer.
-    ``kwargs`` are passed to the chat template, after `data.chat_template_kwargs`. Raises ConfigError.
+    ``kwargs`` are passed to the chat template, before `data.chat_template_kwargs`. Raises ConfigError.
     """
     if tokenizer is None:
         return [(render(turns, None, chat=False), ()) for turns in conversations]
@@ -163,7 +164,7 @@ def tokenize(
         raise ConfigError("data.chat_template: 'always' requires a tokenizer with a chat template. Set it to auto.")
     chat = bool(tokenizer.chat_template) and data.chat_template != "never"
     try:
-        texts = [render(turns, tokenizer, chat, **(data.chat_template_kwargs | kwargs)) for turns in conversations]
+        texts = [render(turns, tokenizer, chat, **(kwargs | data.chat_template_kwargs)) for turns in conversations]
     except TemplateError as error:
         raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
@@ -185,6 +186,24 @@ def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: 
     messages[-1]["content"] += until
     text = str(tokenizer.apply_chat_template(messages, **{"tokenize": False, "add_generation_prompt": True, **kwargs}))
     return text.partition(until)[0] if until else text
+
+
+def probe_answer(
+    tokenizer: Any, data: DataConfig | SftDataConfig, thought: str = "", **kwargs: Any
+) -> tuple[str, str, str]:
+    """Return what stands before an answer in a prompt with ``thought`` behind it, what the chat template writes there,
+    and what it writes behind the answer. What both have in common is left out. Without a chat template all are empty.
+    """
+    if not tokenizer.chat_template or data.chat_template == "never":
+        return "", "", ""
+    turns, kwargs = [("user", "A text."), ("assistant", thought + CUT)], kwargs | data.chat_template_kwargs
+    try:
+        opened = render(turns[:1], tokenizer, True, **kwargs) + thought
+        said, _, end = render(turns, tokenizer, True, **kwargs, add_generation_prompt=False).partition(CUT)
+    except TemplateError:  # the messages of the data are of other roles
+        return "", "", ""
+    n = common_length(opened, said)
+    return opened[n:], said[n:], end.strip()
 
 
 def ends_with_eos(tokenizer: Any) -> bool:

@@ -62,6 +62,8 @@ class BatchCall(OpenCall):
 class RolloutEngine(ABC):
     """Sample responses. An engine has its own weights: it keeps the old policy while the new one trains."""
 
+    stop_ids: list[int]  # tokens that end a response
+
     @classmethod  # noqa: B027
     def check(cls, config: Config) -> None:
         """Raise ConfigError if this machine lacks something that the engine needs. Loads nothing."""

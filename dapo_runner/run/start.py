@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from dapo_runner.checkpoint import BackgroundSaves, load_checkpoint
 from dapo_runner.checkpoint.files import Checkpoint, checkpoint_to_resume, prune
 from dapo_runner.config import Config, cautions
 from dapo_runner.data.curriculum import make_curriculum
-from dapo_runner.data.dataset import Dataset, PromptCursor, load_data
-from dapo_runner.engines.engine import engine_class
+from dapo_runner.data.dataset import Dataset, PromptCursor, load_data, probe_answer
+from dapo_runner.engines.engine import Note, engine_class
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -78,7 +79,22 @@ def open_run(config: Config, progress: Progress) -> Run:
     with context.closed_on_error():
         for part, choice in describe_algorithm(config).items():
             context.progress.note(f"{part}: {choice}")
-        return _open_run(config, context)
+        run = _open_run(config, context)
+        note_unstopped_end(config, run.worker.tokenizer, run.worker.engine.stop_ids, context.progress.note)
+        return run
+
+
+def note_unstopped_end(config: Config, tokenizer: Any, stop_ids: list[int], note: Note) -> None:
+    """Note a special token that the chat template puts behind an answer, if no response ends there."""
+    ids = tokenizer(probe_answer(tokenizer, config.data)[2], add_special_tokens=False)["input_ids"]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ending = list(takewhile(special.__contains__, ids))
+    text = tokenizer.decode(ending)
+    if ending and not {*ending} & {*stop_ids} and not any(stop in text for stop in config.rollout.stop):
+        note(
+            f"the chat template writes {text} behind an answer, which ends no response. Add it to rollout.stop, or to "
+            "eos_token_id in the model's generation_config.json"
+        )
 
 
 def _open_run(config: Config, context: RunContext) -> Run:

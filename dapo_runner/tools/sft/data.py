@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dapo_runner.config.commands import SftColumnsConfig, SftConfig, SftDataConfig
-from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, tokenize
+from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, probe_answer, tokenize
 from dapo_runner.data.reading import as_messages, convert_rows, get_column
 from dapo_runner.errors import ConfigError
 from dapo_runner.rewards.judge import Judgement, Question, Questioner
@@ -39,6 +39,7 @@ class Examples(NamedTuple):
     heldout: list[Prompt]
     sequences: dict[str, TrainingSequence]
     report: DataReport
+    note: str | None  # how the chat template writes an answer, if it is not how the examples do
 
 
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
@@ -64,7 +65,7 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
     held = {pair.prompt for pair in heldout}
     kept = [pair for pair in train if pair.prompt not in held]
     report[IN_HELDOUT] += len(train) - len(kept)
-    examples = Examples([], [], {}, report)
+    examples = Examples([], [], {}, report, _compare_answers(kept[0], tokenizer, data) if kept else None)
     for pairs, prompts in ((kept, examples.train), (heldout, examples.heldout)):
         for _, alike in groupby(pairs, lambda pair: pair.is_verdict):
             _tokenize(list(alike), prompts, examples, tokenizer, data)
@@ -111,8 +112,7 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
 
 
 def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokenizer: Any, data: SftDataConfig) -> None:
-    thinking = {"enable_thinking": False} if pairs[0].is_verdict else {}  # as a judge in this process is asked
-    rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **(thinking | data.chat_template_kwargs))
+    rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **_thinking(pairs[0]))
     targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"]
     for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
         end = [] if after[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
@@ -124,3 +124,17 @@ def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokeniz
         mask = torch.arange(length) >= len(before)
         found.sequences[name] = TrainingSequence(token_ids, mask.float(), mask, torch.zeros(length), group_id=0)
         prompts.append(Prompt(name, before, text, pair.completion))
+
+
+def _thinking(pair: Pair) -> dict[str, Any]:
+    return {"enable_thinking": False} if pair.is_verdict else {}  # as a judge in this process is asked
+
+
+def _compare_answers(pair: Pair, tokenizer: Any, data: SftDataConfig) -> str | None:
+    """Return how the chat template writes an answer, if it is not as in examples like ``pair``."""
+    thought = pair.completion.removesuffix(pair.completion.rpartition("</think>")[2].lstrip())
+    trained, written, end = probe_answer(tokenizer, data, thought, **_thinking(pair))
+    if trained == written and (not end or end.startswith(tokenizer.eos_token)):
+        return None
+    forms = (f"{text[:40] + '…' + last!r}" for text, last in ((written, end), (trained, tokenizer.eos_token)))
+    return "the chat template writes an answer as {}, the examples train {}".format(*forms)

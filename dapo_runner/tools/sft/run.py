@@ -105,6 +105,8 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
     examples = world.run_or_raise_everywhere(lambda: load_examples(recipe, tokenizer))
     config = world.run_or_raise_everywhere(lambda: plan_updates(recipe, examples))
     progress.note(f"data: {examples.report.describe('examples')}")
+    if examples.note is not None:
+        progress.note(examples.note)
     progress.note(f"{config.run.steps} updates of {config.mini_batch_size} examples, {recipe.run.epochs:g} epochs")
     learner = build_learner(config, start.checkpoint, context)
     cursor = PromptCursor(examples.train, config.run.seed, examples.heldout)

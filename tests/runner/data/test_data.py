@@ -39,6 +39,7 @@ from dapo_runner.environments.environment import Message
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.rollout.episodes import EpisodeRunner
+from dapo_runner.run.start import note_unstopped_end
 from dapo_runner.tiny_model import make_tokenizer
 
 ROWS = [{"q": f"Why {i}?", "a": str(i), "level": i} for i in range(4)]
@@ -500,3 +501,25 @@ def test_arithmetic_is_finite_and_becomes_prompts() -> None:
     assert (len(dataset.train), len(dataset.heldout)) == (20, 5)
     assert len({prompt.text.strip("0123456789=")[0] for prompt in dataset.train}) == 3
     assert all(eval(prompt.text.removesuffix("=")) == int(prompt.answer) for prompt in dataset.train)
+
+
+@pytest.mark.parametrize(
+    ("end", "stop_ids", "stop", "is_noted"),
+    [
+        ("<|im_end|>\n", [3], [], False),
+        ("<|im_end|>\n", [0], [], True),
+        ("<|im_end|>\n", [0], ["<|im_end|>"], False),
+        ("<|im_start|><|im_end|>", [3], [], False),
+        ("x<|im_end|>", [0], [], False),
+        ("", [0], [], False),
+    ],
+)
+def test_an_end_of_the_chat_template_that_stops_no_response_is_noted(
+    end: str, stop_ids: list[int], stop: list[str], is_noted: bool
+) -> None:
+    template = CHATML.replace("<|im_end|>\n", end)
+    notes: list[str] = []
+    for settings in ({}, {"chat_template": "never"}):
+        config = make_config(rollout={"stop": stop}, data=settings)
+        note_unstopped_end(config, chat_tokenizer(template), stop_ids, notes.append)
+    assert len(notes) == is_noted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,37 @@ def test_a_verdict_trains_after_the_prompt_of_the_judge(
     judge.tokenizer.chat_template = tokenizer.chat_template
     question = Questioner(judge.config, special_tokens(tokenizer)).messages(Question("1+2", "3", VERDICT["response"]))
     assert (list(verdict.token_ids) == judge._tokens_of(question)) is (thinks is None)
+
+
+ANSWERS = "{% for m in messages %}{% if m.role == 'assistant' %}=BEFORE{{ m.content }}END{% else %}{{ m.content }}"
+OPENED = "{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("before", "end", "completion", "forms"),
+    [
+        ("", "<eos>\n", "3", None),
+        ("", "", "3", None),
+        ("", "<unk>", "3", ("'…<unk>'", "'…<eos>'")),
+        ("7", "<eos>", "3", ("'7…<eos>'", "'…<eos>'")),
+        ("{{ '' if '</think>' in m.content else '7' }}", "<eos>", "1</think>3", None),
+    ],
+)
+def test_a_template_that_writes_answers_in_another_form_is_noted(
+    model_folder: Path, tmp_path: Path, dapo: Dapo, before: str, end: str, completion: str, forms: Any
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = ANSWERS.replace("BEFORE", before).replace("END", end) + OPENED
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2", "completion": completion}])
+    note = load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), tokenizer).note
+    assert (note is None) == (forms is None)
+    assert all(form in (note or "") for form in forms or ())
+    if forms:
+        shutil.copytree(model_folder, model := tmp_path / "model")
+        tokenizer.save_pretrained(model)
+        recipe = write_sft_recipe(model, path, tmp_path / "sft.yaml", data={"eval_size": 0})
+        assert note in dapo("sft", recipe, "--dry-run", "optimizer.mini_batch_size=1")
+        assert note in dapo("sft", recipe, "optimizer.mini_batch_size=1", "run.epochs=1")
 
 
 def test_held_out_rows_have_a_split_of_their_own(model_folder: Path, tmp_path: Path) -> None:
