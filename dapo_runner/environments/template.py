@@ -115,8 +115,8 @@ class TurnTemplate:
             return True
         call = {"name": self.tools[0]["function"]["name"], "arguments": {"text": "A call."}}
         calls = [{"type": "function", "id": "call00000", "function": call}]
-        turns = [{"role": "user", "content": CUT}, {"role": "assistant", "content": "", "tool_calls": calls}]
-        text = self._render(turns, add_generation_prompt=False).rpartition(CUT)[2]
+        answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = self._render([{"role": "user", "content": CUT}, answer], add_generation_prompt=False).rpartition(CUT)[2]
         read = map(ToolCall.model_validate_json, parse_calls(text))
         with suppress(ValueError):
             return "A call." not in text or [one.model_dump() for one in read] == [call]
