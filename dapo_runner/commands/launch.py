@@ -39,6 +39,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if config.run.device == "auto" and not torch.cuda.is_available():
         print(f"no CUDA GPU found: training on the CPU with {options.gpus} processes", file=sys.stderr)
     several = ["--nnodes", str(options.nnodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
+    several += ["--rdzv-id", config.run.name]  # two runs with one endpoint do not join
     arguments = [*(several if options.nnodes > 1 else ["--standalone"]), "--nproc-per-node", str(options.gpus)]
     arguments += ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
     arguments += ["-m", "dapo_runner", command, options.config, *overrides]
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         reason = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         hint = ", which often means out of memory" if failure.exitcode == -9 else ""
         complain(f"rank {rank} (process {failure.pid}) failed first, with {reason}{hint}")
-        return 1
+        return 2 if failure.exitcode == 2 else 1  # 2: a setting was refused, so that no scheduler tries again
     return 0
 
 

@@ -9,8 +9,9 @@ from typing import BinaryIO
 
 import torch
 
-from dapo_runner.config import Config
+from dapo_runner.config import Config, ConfigError, dump_config
 from dapo_runner.logging.progress import Progress
+from dapo_runner.logging.versions import this_version
 from dapo_runner.parallel.world import World, open_world
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_needs
@@ -52,6 +53,8 @@ def open_context(config: Config, progress: Progress) -> RunContext:
     """Join the other ranks, run the preflight checks and lock the run's folder. Raises ConfigError."""
     world = open_world(config)
     try:
+        if len({*world.all_gather_object(f"{this_version()}\n{dump_config(config)}")}) > 1:
+            raise ConfigError("expected the same command, recipe and version of dapo-kernels on each machine")
         world.run_or_raise_everywhere(lambda: check_needs(config, world.layout))
         device = world.device or resolve_device(config.run.device)
         shown = progress if world.is_main else Progress()

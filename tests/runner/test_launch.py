@@ -43,6 +43,7 @@ def test_the_command_is_that_of_one_machine_or_of_several(tmp_path: Path, dapo: 
     )
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "first:29500")
     assert (read.rdzv_backend, read.standalone, read.max_restarts) == ("c10d", False, 0)
+    assert read.rdzv_id == "two ranks"  # another run with this endpoint does not join
     assert not (tmp_path / "runs").exists()
 
 

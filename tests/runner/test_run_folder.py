@@ -26,10 +26,12 @@ from dapo_runner.config import Config, ConfigError, dump_config, load_config
 from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
+from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.logging.trackers import STATE_FILE
 from dapo_runner.logging.versions import this_version
 from dapo_runner.loop import train
+from dapo_runner.parallel.world import World
 from dapo_runner.run.folder import (
     LOCK_FILE,
     check_same_run,
@@ -386,3 +388,10 @@ def test_left_over_groups_of_a_fork(change: Sections, keys: set[str], source: Pa
         assert all(any(line.startswith(f"{key}: ") for line in notes.lines) for key in keys)
         words = [set(line.replace(",", "").split()) for line in notes.lines if line.startswith(f"{n} ")]
         assert any("dropped" in each and keys <= each for each in words) == bool(keys)
+
+
+def test_machines_with_another_command_do_not_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write_recipe(tmp_path))
+    monkeypatch.setattr(World, "all_gather_object", lambda world, item: [item, item.replace("lr: ", "lr: 1")])
+    with pytest.raises(ConfigError, match="the same command"), open_run(config, Progress()):
+        pass
