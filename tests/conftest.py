@@ -62,6 +62,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is frozen at exit looks like a leak to some libraries
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames and "gpu_backend" not in metafunc.fixturenames:
         metafunc.parametrize("backend", metafunc.config.getoption("--backends").split(","), indirect=True)
