@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _keep_freed_memory()
     gc.set_threshold(50_000)  # Python's 700 takes a tenth of a tiny run: each response makes many objects
     disable_broken_amx()
-    if "RANK" in os.environ:  # else ranks of a killed launcher would live on and block the next attempt
+    if "LOCAL_RANK" in os.environ:  # else ranks of a killed launcher would live on and block the next attempt
         end_with_parent()
         share_warnings()
     is_dry = getattr(options, "dry_run", False) or getattr(options, "simulate", False)

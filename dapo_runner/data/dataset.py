@@ -16,7 +16,6 @@ from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.curriculum import Curriculum
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.data.reasoning_gym import generate_problems
-from dapo_runner.environments.template import CUT, common_length
 from dapo_runner.environments.tools import template_arguments
 from dapo_runner.types import Group, Prompt
 
@@ -162,7 +161,7 @@ def tokenize(
         return [(render(turns, None, chat=False), ()) for turns in conversations]
     if data.chat_template == "always" and not tokenizer.chat_template:
         raise ConfigError("data.chat_template: 'always' requires a tokenizer with a chat template. Set it to auto.")
-    chat = bool(tokenizer.chat_template) and data.chat_template != "never"
+    chat = uses_chat_template(tokenizer, data)
     try:
         texts = [render(turns, tokenizer, chat, **(kwargs | data.chat_template_kwargs)) for turns in conversations]
     except TemplateError as error:
@@ -188,22 +187,8 @@ def render(turns: Iterable[tuple[str, str]], tokenizer: Any, chat: bool, until: 
     return text.partition(until)[0] if until else text
 
 
-def probe_answer(
-    tokenizer: Any, data: DataConfig | SftDataConfig, thought: str = "", **kwargs: Any
-) -> tuple[str, str, str]:
-    """Return what stands before an answer in a prompt with ``thought`` behind it, what the chat template writes there,
-    and what it writes behind the answer. What both have in common is left out. Without a chat template all are empty.
-    """
-    if not tokenizer.chat_template or data.chat_template == "never":
-        return "", "", ""
-    turns, kwargs = [("user", "A text."), ("assistant", thought + CUT)], kwargs | data.chat_template_kwargs
-    try:
-        opened = render(turns[:1], tokenizer, True, **kwargs) + thought
-        said, _, end = render(turns, tokenizer, True, **kwargs, add_generation_prompt=False).partition(CUT)
-    except TemplateError:  # the messages of the data are of other roles
-        return "", "", ""
-    n = common_length(opened, said)
-    return opened[n:], said[n:], end.strip()
+def uses_chat_template(tokenizer: Any, data: DataConfig | SftDataConfig) -> bool:
+    return bool(tokenizer.chat_template) and data.chat_template != "never"
 
 
 def ends_with_eos(tokenizer: Any) -> bool:

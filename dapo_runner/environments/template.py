@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,6 +45,11 @@ def common_length(a: str, b: str) -> int:
     return next((n for n, both in enumerate(zip(a, b, strict=False)) if len({*both}) > 1), min(len(a), len(b)))
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number for number, token in added.items() if token.special} | {*tokenizer.all_special_ids}
+
+
 class TurnTemplate:
     """Writes messages behind the prompt of an episode or behind a turn of the policy, and opens the next turn.
 
@@ -55,7 +61,7 @@ class TurnTemplate:
         """Take JSON schemas as ``tools`` and other arguments of the template. Raises ConfigError if it is unfit."""
         self.tokenizer, self.chat, self.tools, self.kwargs = tokenizer, chat, tools, kwargs
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._special_ids = {number for number, token in added.items() if token.special} | {*tokenizer.all_special_ids}
+        self._special_ids = special_ids(tokenizer)
         # Markers of roles and tools are not always among the special ones.
         text = tokenizer.chat_template or ""
         marks = {str(token) for token in added.values() if token.special or (str(token).strip() and str(token) in text)}
@@ -113,20 +119,24 @@ class TurnTemplate:
         """Return whether `parse_calls` reads the calls that the template writes, if it writes any."""
         if not self.tools or getattr(self.tokenizer, "response_template", None) is not None:
             return True
-        call = {"name": self.tools[0]["function"]["name"], "arguments": {"text": "A call."}}
-        calls = [{"type": "function", "id": "call00000", "function": call}]
-        answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
-        text = self._render([{"role": "user", "content": CUT}, answer], add_generation_prompt=False).rpartition(CUT)[2]
-        read = map(ToolCall.model_validate_json, parse_calls(text))
+        text, name, arguments = "", self.tools[0]["function"]["name"], {"text": "A call."}
+        question = {"role": "user", "content": CUT}
+        for form in (arguments, json.dumps(arguments)):  # some templates take only text
+            calls = [{"type": "function", "id": "call00000", "function": {"name": name, "arguments": form}}]
+            answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+            with suppress(ConfigError, TypeError):
+                text = self._render([question, answer], add_generation_prompt=False).rpartition(CUT)[2]
+                break
         with suppress(ValueError):
-            return "A call." not in text or [one.model_dump() for one in read] == [call]
+            found = map(ToolCall.model_validate_json, parse_calls(text))
+            return "A call." not in text or [*found] == [ToolCall(name=name, arguments=arguments)]
         return False
 
     def _render(self, turns: Sequence[dict[str, Any]], **options: Any) -> str:
         arguments = {**self.kwargs, "tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
         try:
             return str(self.tokenizer.apply_chat_template(list(turns), **arguments))
-        except (TemplateError, TypeError) as error:  # some take the arguments of calls only as text
+        except TemplateError as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ConfigError(f"env: expected a chat template that takes the roles {roles}: {error}") from error
 

@@ -24,6 +24,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from dapo_runner.config import Config
+from dapo_runner.data.dataset import uses_chat_template
 from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.environments.environment import Answer, Environment, Message, Number
 from dapo_runner.environments.template import TurnTemplate
@@ -56,8 +57,8 @@ class EpisodeRunner:
         assert config.env is not None
         self.config, self.tokenizer = config.env, tokenizer
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
-        chat = bool(tokenizer.chat_template) and config.data.chat_template != "never"
         tools, kwargs = template_arguments(config.env)["tools"], config.data.chat_template_kwargs
+        chat = uses_chat_template(tokenizer, config.data)
         self.template = TurnTemplate(tokenizer, chat=chat, **(kwargs | {"tools": tools}))
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
         self.n_unknown = count()  # texts that the tokenizer does not know a part of

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
@@ -17,8 +19,9 @@ from dapo_runner.checkpoint import BackgroundSaves, load_checkpoint
 from dapo_runner.checkpoint.files import Checkpoint, checkpoint_to_resume, prune
 from dapo_runner.config import Config, cautions
 from dapo_runner.data.curriculum import make_curriculum
-from dapo_runner.data.dataset import Dataset, PromptCursor, load_data, probe_answer
+from dapo_runner.data.dataset import Dataset, PromptCursor, load_data, render, uses_chat_template
 from dapo_runner.engines.engine import Note, engine_class
+from dapo_runner.environments.template import CUT, special_ids
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -86,15 +89,18 @@ def open_run(config: Config, progress: Progress) -> Run:
 
 def note_unstopped_end(config: Config, tokenizer: Any, stop_ids: list[int], note: Note) -> None:
     """Note a special token that the chat template puts behind an answer, if no response ends there."""
-    ids = tokenizer(probe_answer(tokenizer, config.data)[2], add_special_tokens=False)["input_ids"]
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ending = list(takewhile(special.__contains__, ids))
-    text = tokenizer.decode(ending)
-    if ending and not {*ending} & {*stop_ids} and not any(stop in text for stop in config.rollout.stop):
-        note(
-            f"the chat template writes {text} behind an answer, which ends no response. Add it to rollout.stop, or to "
-            "eos_token_id in the model's generation_config.json"
-        )
+    turns, options = [("user", "A text."), ("assistant", CUT)], config.data.chat_template_kwargs
+    chat = uses_chat_template(tokenizer, config.data)
+    with suppress(TemplateError):  # some templates require other roles
+        end = render(turns, tokenizer, chat, **options, add_generation_prompt=False).rpartition(CUT)[2].strip()
+        ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+        ending = list(takewhile(special_ids(tokenizer).__contains__, ids))
+        text = tokenizer.decode(ending)
+        if ending and not {*ending} & {*stop_ids} and not any(stop in text for stop in config.rollout.stop):
+            note(
+                f"the chat template writes {text} behind an answer, which ends no response. Add it to rollout.stop, or "
+                "to eos_token_id in the model's generation_config.json"
+            )
 
 
 def _open_run(config: Config, context: RunContext) -> Run:

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -479,3 +480,16 @@ def test_a_machine_without_the_memory_is_refused() -> None:
     with refused("rollout.engine") as caught:  # vLLM, which is not installed beside the tests
         check_needs(load_config(recipe, ["optimizer.offload=false"]))
     assert "optimizer.offload" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("variable", "is_rank"), [("RANK", False), ("LOCAL_RANK", True)])
+def test_only_a_rank_of_a_launcher_ends_with_its_parent(
+    variable: str, is_rank: bool, dapo: Dapo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator of a cluster may set RANK in a container, whose shell is no launcher."""
+    calls: list[str] = []
+    for name in ("end_with_parent", "share_warnings"):
+        monkeypatch.setattr(f"dapo_runner.cli.{name}", partial(calls.append, name))
+    monkeypatch.setenv(variable, "0")
+    dapo("recipes")
+    assert ("end_with_parent" in calls) is is_rank

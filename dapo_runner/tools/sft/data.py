@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dapo_runner.config.commands import SftColumnsConfig, SftConfig, SftDataConfig
-from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, probe_answer, tokenize
+from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, render, tokenize, uses_chat_template
 from dapo_runner.data.reading import as_messages, convert_rows, get_column
+from dapo_runner.environments.template import common_length
 from dapo_runner.errors import ConfigError
 from dapo_runner.rewards.judge import Judgement, Question, Questioner
 from dapo_runner.rewards.judge_model import special_tokens
@@ -39,7 +40,7 @@ class Examples(NamedTuple):
     heldout: list[Prompt]
     sequences: dict[str, TrainingSequence]
     report: DataReport
-    note: str | None  # how the chat template writes an answer, if it is not how the examples do
+    note: str | None  # what the chat template writes, if it is not what trains
 
 
 def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
@@ -65,7 +66,7 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
     held = {pair.prompt for pair in heldout}
     kept = [pair for pair in train if pair.prompt not in held]
     report[IN_HELDOUT] += len(train) - len(kept)
-    examples = Examples([], [], {}, report, _compare_answers(kept[0], tokenizer, data) if kept else None)
+    examples = Examples([], [], {}, report, _other_form(kept[0], tokenizer, data) if kept else None)
     for pairs, prompts in ((kept, examples.train), (heldout, examples.heldout)):
         for _, alike in groupby(pairs, lambda pair: pair.is_verdict):
             _tokenize(list(alike), prompts, examples, tokenizer, data)
@@ -130,11 +131,15 @@ def _thinking(pair: Pair) -> dict[str, Any]:
     return {"enable_thinking": False} if pair.is_verdict else {}  # as a judge in this process is asked
 
 
-def _compare_answers(pair: Pair, tokenizer: Any, data: SftDataConfig) -> str | None:
-    """Return how the chat template writes an answer, if it is not as in examples like ``pair``."""
-    thought = pair.completion.removesuffix(pair.completion.rpartition("</think>")[2].lstrip())
-    trained, written, end = probe_answer(tokenizer, data, thought, **_thinking(pair))
-    if trained == written and (not end or end.startswith(tokenizer.eos_token)):
+def _other_form(pair: Pair, tokenizer: Any, data: SftDataConfig) -> str | None:
+    """Return what the chat template writes for an example, if it is not what trains."""
+    if not uses_chat_template(tokenizer, data):
         return None
-    forms = (f"{text[:40] + '…' + last!r}" for text, last in ((written, end), (trained, tokenizer.eos_token)))
-    return "the chat template writes an answer as {}, the examples train {}".format(*forms)
+    turns, options = [*pair.prompt, ("assistant", pair.completion)], _thinking(pair) | data.chat_template_kwargs
+    written = render(turns, tokenizer, True, **options, add_generation_prompt=False)
+    said = render(pair.prompt, tokenizer, True, **options) + pair.completion.removesuffix(tokenizer.eos_token)
+    n = common_length(written, trained := said + tokenizer.eos_token)
+    if n == len(trained) or written == said:  # some templates end no turn
+        return None
+    here = slice(max(n - 20, 0), n + 20)
+    return f"the chat template writes {written[here]!r} where the examples train {trained[here]!r}"

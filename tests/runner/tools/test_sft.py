@@ -146,8 +146,8 @@ OPENED = "{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     [
         ("", "<eos>\n", "3", None),
         ("", "", "3", None),
-        ("", "<unk>", "3", ("'…<unk>'", "'…<eos>'")),
-        ("7", "<eos>", "3", ("'7…<eos>'", "'…<eos>'")),
+        ("", "<unk>", "3", ("=3<unk>'", "=3<eos>'")),
+        ("7", "<eos>", "3", ("=73<eos>", "=3<eos>'")),
         ("{{ '' if '</think>' in m.content else '7' }}", "<eos>", "1</think>3", None),
     ],
 )
