@@ -133,7 +133,7 @@ class CriticConfig(Section):
 
     path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
     lr: MayChange[PositiveFloat] = 9e-6  # peak learning rate; it follows optimizer.schedule
-    # only the critic trains in these first steps; a fork counts from the start of its original run
+    # only the critic trains in these first steps; optimizer.warmup_steps counts them too; a fork goes on counting
     warmup_steps: NonNegativeInt = 0
     clip: PositiveFloat | None = 0.2  # clip range of the value change in a step; null: no clipping
 

@@ -68,7 +68,8 @@ def whitened(parts: dict[int, Tensor]) -> dict[int, Tensor]:
 
 def copy_of(policy: Policy) -> Any:
     """A policy, or critic, as it is now: in float64, with transformers' own attention."""
-    model = AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="eager").double().eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(policy.model.config), attn_implementation="eager")
+    model = model.double().eval()
     if hasattr(policy.model, "value_head"):
         model.value_head = copy.deepcopy(policy.model.value_head).double()
     model.load_state_dict(policy.model.state_dict())
