@@ -27,6 +27,7 @@ SHOWN = 300  # characters of an answer that an error message shows
 _STARTING = threading.Lock()
 LOOPS: dict[str, asyncio.AbstractEventLoop] = {}
 os.register_at_fork(after_in_child=LOOPS.clear)  # a fork has no threads of its parent
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # no proxy reaches this machine
 HEADERS = {"User-Agent": "dapo-runner", "Accept-Encoding": "identity"}
 
 
@@ -103,7 +104,8 @@ async def request(
     sent = {**HEADERS, **(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
     limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout or CONNECT_TIMEOUT, CONNECT_TIMEOUT))
     parts = urlsplit(url)
-    proxy = getproxies().get(parts.scheme) if use_proxy and not proxy_bypass(parts.hostname or "") else None
+    direct = not use_proxy or parts.hostname in LOOPBACK or proxy_bypass(parts.hostname or "")
+    proxy = None if direct else getproxies().get(parts.scheme)
     options: dict[str, Any] = {"json": body, "headers": sent, "allow_redirects": False, "proxy": proxy}
     try:
         async with (

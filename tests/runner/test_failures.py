@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM
@@ -34,6 +34,7 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import ONE_STOP, StepAbandonedError, StopRequest
 from dapo_runner.logging import metrics
 from dapo_runner.logging.metrics import METRICS_FILE
+from dapo_runner.logging.progress import RunConsole
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.loop import train
 from dapo_runner.rollout.probe import OutOfSyncError
@@ -385,6 +386,16 @@ def test_a_signal_during_a_write_to_a_full_pipe_is_a_request() -> None:
         assert stop.requested
     read.result()
     os.close(reading)
+
+
+def test_a_step_is_finished_though_ctrl_c_ends_the_reader_of_the_output_too() -> None:
+    """`dapo train | tee log`: both get the signal."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed, redirect_stdout(closed):  # rich opens /dev/null in place of stdout
+        with StopRequest(RunConsole(file=closed).print) as stop:
+            send(SIGINT)
+        assert stop.requested
 
 
 def test_sigterm_from_two_senders_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

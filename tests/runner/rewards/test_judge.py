@@ -275,7 +275,10 @@ def test_the_password_of_a_proxy_is_not_shown(monkeypatch: pytest.MonkeyPatch) -
 
         thread = threading.Thread(target=refuse)
         thread.start()
-        monkeypatch.setenv("https_proxy", f"http://me:s3cret@127.0.0.1:{proxy.getsockname()[1]}")
+        for scheme in ("https", "http"):
+            monkeypatch.setenv(f"{scheme}_proxy", f"http://me:s3cret@127.0.0.1:{proxy.getsockname()[1]}")
+        with FakeAPI(lambda body: says("YES")) as api:  # on this machine: without a proxy
+            http.run(http.request("POST", api.url, {}, timeout=60, max_bytes=1000, use_proxy=True))
         with pytest.raises(http.HTTPError, match="407") as caught:
             http.run(http.request("POST", "https://judge.test/v1", {}, timeout=60, max_bytes=1000, use_proxy=True))
         thread.join()
