@@ -6,6 +6,7 @@ Environment:
     DAPO_KERNELS_CUDA=1      demand the CUDA module: no nvcc, or one that fails, is an error. 0: leave it out.
     DAPO_KERNELS_CUDA_ARCHS  what to compile for instead of all of ARCHITECTURES that nvcc knows, e.g. "80;90a" or
                              "90+PTX": compute capabilities without the dot, +PTX for later GPUs too.
+    CXX                      the C++ compiler and flags of your own, e.g. "g++ -pipe". No CXXFLAGS, no LDFLAGS.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ RELATIVE = f"-fmacro-prefix-map={ROOT}/="
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 BASE_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-g0"]
+BASE_FLAGS += ["-DNDEBUG"]  # pybind11's assertions carry the paths of the machine that builds
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 # gcc 12 warns of its own intrinsics (_mm512_reduce_add_ps: "__Y is used uninitialized", GCC bug 105593).
@@ -308,6 +310,8 @@ PYTHON_FILES = {
     "long_description_content_type": "text/markdown",
 }
 
+for built in ROOT.glob("build/lib*"):  # a wheel would carry modules and files that this build does not make
+    shutil.rmtree(built, ignore_errors=True)
 if os.environ.get("DAPO_KERNELS_CPP", "1") == "0":
     setup(**PYTHON_FILES)
 else:

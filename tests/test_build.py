@@ -72,8 +72,10 @@ def test_an_nvcc_that_fails_leaves_the_cpu_module(demanded: bool, tmp_path: Path
     (built,) = (tmp_path / "build").rglob("*.so")
     assert built.name.startswith("_C.")
     built.with_name(built.name.replace("_C", "_cuda")).touch()  # of earlier sources
+    (stale := ROOT / "build" / "lib.stale").mkdir(parents=True, exist_ok=True)  # a wheel would carry it
     build(tmp_path / "build", **environment, DAPO_KERNELS_CUDA="1" if demanded else "")
     assert [*(tmp_path / "build").rglob("*.so")] == [built]
+    assert not stale.exists()
     (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 1\n")
     result = build(tmp_path / "other", **environment, DAPO_KERNELS_CUDA="1" if demanded else "")
     assert (result.returncode == 0) != demanded, result.stderr
