@@ -85,7 +85,6 @@ class Critic:
         return {**means, "value_grad_norm": norm, "value_lr": rate, **scale}
 
     def _loss(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return ``value_loss`` of this rank's positions."""
         assert batch.values is not None
         assert batch.returns is not None
         values, group = self._local_values(batch), self.world.sequence_group

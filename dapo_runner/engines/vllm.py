@@ -159,7 +159,6 @@ class VLLMEngine(RolloutEngine):
 
     @contextmanager
     def _waking(self) -> Iterator[None]:
-        """Wake up an engine that was released, for new weights."""
         if self._asleep:
             self.llm.wake_up(tags=["weights"])
         yield

@@ -115,7 +115,6 @@ def _facts(sample: dict[str, Any]) -> str:
 
 
 def _turn(turn: dict[str, Any]) -> str:
-    """Return role, number of tokens, finish reason and reward of a turn."""
     facts = [turn["role"], str(turn["end"] - turn["start"]), turn["finish_reason"]]
     return " ".join(filter(None, [*facts, "" if turn["reward"] is None else _signed(turn["reward"])]))
 

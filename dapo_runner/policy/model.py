@@ -278,7 +278,6 @@ def _build(
 
 
 def _blocks(model: Any) -> list[nn.Module]:
-    """Return the layers of a model, as named by transformers."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 

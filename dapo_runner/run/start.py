@@ -252,7 +252,6 @@ def open_log(
 
 
 def _replay_log(config: Config, probe: SyncProbe, context: RunContext) -> tuple[EarlyStop, SyncProbe]:
-    """Replay the run's log into early stopping and the probe."""
     early_stop = EarlyStop(config)
     for event in context.world.broadcast_from_rank0(lambda: read_jsonl(config.run_dir / METRICS_FILE)):
         early_stop.replay(event)

@@ -54,7 +54,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _rollouts(self) -> Path | None:
-        """Return the requested file of rollouts, if it exists."""
         match = ROLLOUTS_PATH.fullmatch(self.path)
         if match is None or int(match["run"]) >= len(self.runs):
             return None

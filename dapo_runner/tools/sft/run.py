@@ -97,7 +97,6 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
 
 
 def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
-    """Build the components of a supervised run and load its last checkpoint, if any."""
     world, progress, folder = context.world, context.progress, recipe.run_dir
     start = world.broadcast_from_rank0(lambda: find_start(recipe, folder))
     assert recipe.model.path is not None
