@@ -59,17 +59,20 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
         raise ValueError("no mathematics in the ground truth")
     tail = text[-MATH_WINDOW:]
     if r"\boxed" not in tail and (lines := ANSWER_LINE.findall(plain_numbers(tail))):
-        tail = f"${line}$" if BARE.fullmatch(line := lines[-1].strip(" *.`")) else tail
+        line = lines[-1].strip(" *.`")
+        if BARE.fullmatch(line):
+            tail = f"${line}$"
     before, box, after = tail.rpartition(r"\boxed")
     earlier, _, paragraph = before.rpartition("\n\n")
     result, last = verdict("none"), set[str]()
     # math_verify may take several boxes together, as a set. Those of the last paragraph may correct earlier ones. All
     # must include those of the last paragraph, so that no earlier box alone is a second guess.
     for part in (paragraph + box + after, tail) if r"\boxed" in earlier else (tail,):
-        found = [] if result["correct"] else read(part, LatexExtractionConfig(), ExprExtractionConfig())
-        sets = found[0].atoms(FiniteSet) if found and not isinstance(found[0], str) else ()
-        members = {str(one) for many in sets for one in many.args} or {*map(str, found[:1])}
-        if found and last <= members:
+        if result["correct"] or not (found := read(part, LatexExtractionConfig(), ExprExtractionConfig())):
+            continue
+        sets = () if isinstance(found[0], str) else found[0].atoms(FiniteSet)
+        members = {str(one) for many in sets for one in many.args} or {str(found[0])}
+        if last <= members:
             last = members
             if values:
                 found = [found[0].subs({x: values[x.name] for x in found[0].free_symbols if x.name in values})]

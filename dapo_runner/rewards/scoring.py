@@ -132,7 +132,8 @@ class Scorer:
         with self._lock:
             verdicts = [self._judge(label, *judged) for label in self.rewards] if indices else []
         by_index = dict(zip(indices, zip(*verdicts, strict=True), strict=True))
-        return [self._group(*one, *by_index.get(n, ())) for n, one in enumerate(zip(prompts, completions, strict=True))]
+        pairs = enumerate(zip(prompts, completions, strict=True))
+        return [self._group(prompt, found, *by_index.get(index, ())) for index, (prompt, found) in pairs]
 
     def release(self) -> None:
         """Release GPU memory before the policy trains."""

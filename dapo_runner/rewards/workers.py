@@ -188,7 +188,7 @@ class CodeRule(WorkerRule):
             written, exit_code = self._run(program=program, stdin=given, token="")
             if exit_code != 0:
                 raise WorkerError("crash")
-            if [*map(str.rstrip, written.strip().splitlines())] != [*map(str.rstrip, expected.strip().splitlines())]:
+            if _lines(written) != _lines(expected):
                 return Verdict(False, rule="code")
         return Verdict(True, rule="code")
 
@@ -202,6 +202,10 @@ class CodeRule(WorkerRule):
         finally:
             worker.kill()
         return written.decode(errors="replace"), worker.process.returncode
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 @cache
@@ -251,13 +255,15 @@ def read_tests(answer: str) -> str | list[tuple[str, str]]:
     def join(value: Any) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
+    def join_each(values: Any) -> list[str]:
+        return [values] if isinstance(values, str) else [join(value) for value in values or ()]
+
     tests: Any = None
     with suppress(ValueError, RecursionError):
         tests = json.loads(answer)
     found: str | list[tuple[str, str]] = join(tests) if isinstance(tests, list) else answer
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
-        both = [[many] if isinstance(many, str) else many or () for many in (tests["inputs"], tests["outputs"])]
-        given, printed = ([*map(join, many)] for many in both)
+        given, printed = (join_each(tests[name]) for name in ("inputs", "outputs"))
         fits = len(given) == len(printed) and not tests.get("fn_name")
         found = list(zip(given, printed, strict=True)) if fits else []
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, thousands of brackets
