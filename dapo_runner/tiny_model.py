@@ -28,7 +28,7 @@ from dapo_runner.plugins import import_function
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.worker import RolloutWorker
-from dapo_runner.types import Prompt, SamplingParams, make_requests
+from dapo_runner.types import Prompt, make_requests
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 WORDS = ("Answer: ", *"0123456789", *"+-*=,;:?() \n")
@@ -192,9 +192,7 @@ def shares_solved_and_truncated(
         for problem, text in zip(problems, texts, strict=True)
     ]
     engine = HFEngine(model, tokenizer, config.rollout.max_batch_sequences)
-    sampling = SamplingParams(
-        temperature=config.rollout.temperature, max_tokens=config.rollout.max_response_tokens, seed=config.run.seed
-    )
+    sampling = config.rollout.params(max_tokens=config.rollout.max_response_tokens, seed=config.run.seed)
     episodes = EpisodeRunner(config, tokenizer) if config.env else None
     worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
     groups = worker.generate(make_requests(prompts, sampling))
