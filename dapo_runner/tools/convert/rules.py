@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from math import gcd, isqrt, prod
 from typing import NamedTuple
+
+from dapo_runner.rewards.workers import WorkerError, open_rule
 
 HEADINGS = ("Answer Format", "Transformed Problem", "Answer Calculation", "Final Answer")
 REQUEST = r"""Rewrite a mathematics problem so that its answer becomes one integer. The given answer is right: do not
@@ -33,9 +36,7 @@ The integer, and nothing else. Where no form with integers fits (a proof, a word
 Problem:
 """
 
-IsSame = Callable[[str, Mapping[str, int], str], bool | None]
-"""Return whether a LaTeX expression, with values for its letters, equals the answer; None if it cannot be evaluated."""
-
+WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
 _HEADING = re.compile(rf"^[#*\s]*({'|'.join(HEADINGS)})\b[^\n]*$", re.MULTILINE | re.IGNORECASE)
 _VALUE = re.compile(r"([A-Za-z])\s*=\s*\$?\s*(-?\d+)(?!\d|[/^]|\.\d)")
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -98,7 +99,7 @@ def _formula(text: str) -> str:
     return (next(filter(None, found.groups())) if found else text).strip().strip("*`").rstrip(".").strip()
 
 
-def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str, bool | None]:
+def check(reply: Reply, problem: str, answer: str) -> dict[str, bool | None]:
     """Return for each check True, or None if it cannot be evaluated. Raises RejectedError if one fails."""
     letters = _letters(reply.quantity)
     if reply.question.split() == problem.split():
@@ -115,13 +116,22 @@ def check(reply: Reply, problem: str, answer: str, is_same: IsSame) -> dict[str,
         raise RejectedError("the rewritten problem does not name the letters that it asks for")
     if _has_other_values(reply.form, reply.values):
         raise RejectedError("the values are not in lowest terms")
-    checked = {"quantity": is_same(reply.quantity, reply.values, str(reply.integer))}
-    checked["form"] = is_same(reply.form, reply.values, answer)
+    checked = {"quantity": _is_same(reply.quantity, reply.values, str(reply.integer))}
+    checked["form"] = _is_same(reply.form, reply.values, answer)
     if checked["quantity"] is False:
         raise RejectedError("the quantity is not the integer")
     if checked["form"] is False:
         raise RejectedError("the form is not the original answer")
     return checked
+
+
+def _is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | None:
+    """Compare LaTeX, with values for its letters, by math-verify. Return None if it cannot evaluate one side."""
+    rule, text = open_rule("math", WORKERS, DEADLINE), f"\\boxed{{{expression}}}"
+    with suppress(WorkerError):
+        verdict = rule.judge_one(text, answer.strip().strip("$"), values=dict(values))
+        return verdict.correct if verdict.rule == "math-verify" else None
+    return None
 
 
 def _letters(latex: str) -> set[str]:

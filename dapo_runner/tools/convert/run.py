@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, 
 from dapo_runner.http import HTTPError
 from dapo_runner.rewards.calls import pause
 from dapo_runner.rewards.judge import REFUSED, chat
-from dapo_runner.rewards.workers import WorkerError, open_rule, require_package
+from dapo_runner.rewards.workers import require_package
 from dapo_runner.threads import map_in_threads
 from dapo_runner.tools.convert.rules import RejectedError, as_integer, check, read_reply, request
 
-WORKERS, DEADLINE = 2, 5.0  # processes that compare answers, and seconds per comparison
 RETRIES, TIMEOUT = 2, 600.0  # of a failed request; seconds per request
 MOST_TOKENS = 8192  # of a reply, unless options.max_tokens is set
 EASY = Problem("1 + 1 = ?", "2", "")  # asked after a refusal
@@ -101,20 +99,11 @@ def _settle(problem: Problem, found: str | RejectedError, config: ConvertConfig)
             raise found
         evidence["reply"] = found
         reply = read_reply(found)
-        checked = check(reply, question, problem.answer, is_same)
+        checked = check(reply, question, problem.answer)
     except RejectedError as error:
         return _row(problem, problem.question, problem.answer, **evidence, rejected=str(error))
     evidence |= {"form": reply.form, "values": reply.values, "quantity": reply.quantity, "agrees": checked}
     return _row(problem, reply.question, str(reply.integer), rule="rewritten", **evidence)
-
-
-def is_same(expression: str, values: Mapping[str, int], answer: str) -> bool | None:
-    """Compare with math-verify. Return None if it cannot evaluate one side."""
-    rule, text = open_rule("math", WORKERS, DEADLINE), f"\\boxed{{{expression}}}"
-    with suppress(WorkerError):
-        verdict = rule.judge_one(text, answer.strip().strip("$"), values=dict(values))
-        return verdict.correct if verdict.rule == "math-verify" else None
-    return None
 
 
 def bare_question(problem: Problem) -> str:
