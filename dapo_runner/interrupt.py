@@ -102,5 +102,5 @@ class StopRequest:
         if number == signal.SIGTERM:
             self._terminated, self._killed = now, now + self.grace
         self._abandon_if_late()
-        with suppress(RuntimeError, SystemExit):  # the signal came during a write to the same output, or ended its reader
+        with suppress(RuntimeError, SystemExit):  # it came during a write to this output, or ended its reader
             self.note("stopping after this step, which will be saved. Press Ctrl-C again to stop at once.")

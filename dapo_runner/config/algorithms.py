@@ -1,8 +1,8 @@
 """The settings of `algorithm: NAME`: one row per algorithm, with the values that its paper trains with.
 
 A row sets the objective (clip values, KL and aggregation come from dapo_kernels.OBJECTIVES), the advantage, group
-filtering and the length penalty. If the paper fixes them, it also sets rewards and updates per step. It does not set
-sizes, lengths and learning rates. A recipe overrides its row. docs/algorithms.md describes the rows.
+filtering and the length penalty, the rewards if the paper fixes them, and one update per step for on-policy algorithms.
+It does not set sizes, lengths and learning rates. A recipe overrides its row. docs/algorithms.md describes the rows.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _ROWS: dict[str, tuple[Any, ...]] = {
         *("gae", PPO, GAE, {"reward.kl": {"coef": 0.02, "estimator": "k1"}}),
     ),
     "reinforce_pp": (
-        "Hu et al. 2025 (REINFORCE++), arXiv 2501.03262",
+        "Hu et al. 2025 (REINFORCE++), arXiv 2501.03262, eq. 4–5, §3.1",
         *("returns", PPO, {"advantage.gamma": 1.0, "reward.kl": {"coef": 1e-3, "estimator": "k1"}}),
     ),
     "reinforce_pp_baseline": (
-        "Hu et al. 2025 (REINFORCE++ with baseline), arXiv 2501.03262",
+        "Hu et al. 2025 (REINFORCE++ with baseline), arXiv 2501.03262, eq. 6–8, §3.2",
         *("group_returns", PPO, {"advantage.gamma": 1.0, "loss.overrides": {"kl_coef": 1e-3, "kl_estimator": "k2"}}),
     ),
     "reinforce": ("Williams 1992; Ahmadian et al. 2024, arXiv 2402.14740, eq. 6–8", "batch_mean", ACTION),
