@@ -76,7 +76,7 @@ def read_reply(text: str) -> Reply:
     if integer is None:
         raise RejectedError("the final answer is no integer")
     values = {letter: int(number) for letter, number in _VALUE.findall(_line(calculation, "Values"))}
-    return Reply(_formula(form), question, values, _formula(_line(calculation, "Quantity")), integer)
+    return Reply(_formula(form), question, values, _formula(_line(calculation, "Quantity")).partition("=")[0], integer)
 
 
 def as_integer(text: str) -> int | None:
