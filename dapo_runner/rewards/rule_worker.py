@@ -23,6 +23,7 @@ MATH_WINDOW = 2000  # characters at the end of a response that `math` reads
 SHOWN = 200  # characters of an extracted answer in a verdict
 ANSWER_WINDOW = 10_000  # characters at the end of a response that `reasoning_gym` reads
 ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # What may begin a number in groups of three digits: no index, exponent or argument. `(1,\!200)` may be two numbers.
 START = r"(?<![\w.^}])(?<!(?:frac|sqrt) )(?:(?<![(\[,!])(?<!\\\{)|(?=\d+\\))[1-9]\d{0,2}"
 GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)")
@@ -139,14 +140,12 @@ def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
     the last `Answer: …` line, else the whole text. Scores are in [0, 1]; 1 is correct. Some tasks evaluate the answer
     as Python code: a confined child process computes the score, and refuses code that does more than arithmetic.
     """
-    from reasoning_gym.utils import extract_answer
-
     task, entry = gym_problem(answer)
     tail = text[-ANSWER_WINDOW:]
-    found, rule = extract_answer(tail), "answer-tag"
-    if found is None:
-        lines = ANSWER_LINE.findall(tail)
-        found, rule = (lines[-1].strip(), "answer-line") if lines else (tail.strip(), "whole")
+    tags, lines = ANSWER_TAG.findall(tail), ANSWER_LINE.findall(tail)
+    found, rule = (tags[-1].strip(), "answer-tag") if tags else (tail.strip(), "whole")
+    if lines and not tags:
+        found, rule = lines[-1].strip(" \t\r*`$"), "answer-line"
     # The scoring function of countdown does not count numbers such as 0xa4, 1e2 and x/x.
     is_counted = entry["metadata"]["source_dataset"] != "countdown" or not re.search(r"[^0-9\s()+*/-]", found)
     score = run_confined(lambda: float(task.score_answer(found if is_counted else "", entry)))

@@ -80,7 +80,8 @@ def test_scores_are_those_of_reasoning_gym() -> None:
     answers = [prompt.answer, "1", "no", f"({prompt.answer})"]
     expected = [data.score_answer(answer, data[task["index"]]) for answer in answers]
     assert (expected[0], expected[3]) == (1.0, 1.0)
-    for form in ("<answer>0</answer> or <answer> {} </answer>", "So\nAnswer: {}", "{}"):
+    tags = ("<answer>0</answer> or <answer> {} </answer>", "in <answer> tags: <answer>{}</answer>")
+    for form in (*tags, "So\nAnswer: {}", "**Answer:** ${}$\r\n", "Answer: **`{}`**", "{}"):
         samples = score(prompt, *map(form.format, answers), correct=1.0, incorrect=-1.0)
         assert [sample.base_reward for sample in samples] == pytest.approx([2 * value - 1 for value in expected])
         assert [sample.correct for sample in samples] == [True, False, False, True]
