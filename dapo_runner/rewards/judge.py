@@ -274,8 +274,7 @@ def chat(
 
 def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:
     first = logprobs["content"][0]
-    chosen = (first["token"], float(first["logprob"]))
-    others = [(item["token"], float(item["logprob"])) for item in first["top_logprobs"]]
+    chosen, *others = [(item["token"], float(item["logprob"])) for item in (first, *first["top_logprobs"])]
     if not all(logprob < 1 for _, logprob in (chosen, *others)):  # rounding can make one slightly positive
         raise ValueError("expected log-probs")
     return [chosen, *(item for item in others if item[0] != chosen[0])]

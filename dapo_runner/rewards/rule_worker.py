@@ -31,7 +31,9 @@ GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)"
 UNIT = r"(?!-?[\d.,]+ [A-Zm](?:\^\d)?\Z)"
 BARE = re.compile(UNIT + r"(?:[\d\s+*/^_=<>!|.,;:()[\]{}'π-]|(?i:(?<![a-z])[a-z](?![a-z])|\\(?:[a-z]++|[,!:; {}])))++")
 MIXED = re.compile(r"(?<![\w.,/^}])(\d+)(?: |\\,)(\d+)/(\d+)(?![\d/])")  # 1 1/2
-FENCED = re.compile(r"```(?:([\w+#.-]+)(?:[ \t][^\n`]*)?|[ \t]*)\r?\n(.*?)```", re.DOTALL)  # language and content
+# Language and content of a block. It also ends where another block could begin, so that the time is linear.
+INFO = r"(?:(?<!`)[ \t][^\n`]*|[ \t]*)\r?"
+FENCED = re.compile(rf"(?s)```([\w+#.-]*){INFO}\n(.*?)(?:(?<=\n)[ \t]*```|```(?=[\w+#.-]*{INFO}(?:\n|\Z)))")
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 load_code = lru_cache(runpy.run_path)
 SCORE_SECONDS = 3600  # of CPU time; the timeout of a request is much shorter
@@ -88,11 +90,12 @@ def plain_numbers(text: str) -> str:
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:
-    """Validate the last fenced block of JSON in a text, or the whole text, with the schema ``answer``."""
+    """Validate the last block of JSON in a text, else the last one without a language, else the text, with a schema."""
     validator = json_validator(answer)
-    blocks = [content for language, content in FENCED.findall(text) if language.lower() in ("", "json")]
+    blocks = {bool(language): block for language, block in FENCED.findall(text) if language.lower() in ("", "json")}
+    content = blocks.get(True, blocks.get(False, text.partition("\n```")[0]))
     try:
-        value = json.loads((blocks or [text])[-1], parse_constant=finite, parse_float=finite)
+        value = json.loads(content, parse_constant=finite, parse_float=finite)
         # Lone surrogates cannot be printed.
         shown = json.dumps(value, sort_keys=True, ensure_ascii=False)[:SHOWN].encode("utf-8", "backslashreplace")
     except (ValueError, RecursionError):
@@ -132,7 +135,7 @@ def json_validator(schema: str) -> Any:
             schemas += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
     except Exception as error:
         raise RefusedError(f"{schema[:80]!r}: {str(error).splitlines()[0]}") from error
-    return kind(content, registry=REGISTRY)
+    return kind(content, registry=REGISTRY, format_checker=kind.FORMAT_CHECKER)
 
 
 def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
@@ -142,10 +145,9 @@ def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:
     """
     task, entry = gym_problem(answer)
     tail = text[-ANSWER_WINDOW:]
-    tags, lines = ANSWER_TAG.findall(tail), ANSWER_LINE.findall(tail)
-    found, rule = (tags[-1].strip(), "answer-tag") if tags else (tail.strip(), "whole")
-    if lines and not tags:
-        found, rule = lines[-1].strip(" \t\r*`$"), "answer-line"
+    tags, lines = ANSWER_TAG.findall(tail), [line.strip(" \t\r*`$") for line in ANSWER_LINE.findall(tail)]
+    found, rule = (tags[-1], "answer-tag") if tags else (lines[-1], "answer-line") if lines else (tail, "whole")
+    found = found.strip()
     # The scoring function of countdown does not count numbers such as 0xa4, 1e2 and x/x.
     is_counted = entry["metadata"]["source_dataset"] != "countdown" or not re.search(r"[^0-9\s()+*/-]", found)
     score = run_confined(lambda: float(task.score_answer(found if is_counted else "", entry)))

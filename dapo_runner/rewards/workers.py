@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from dapo_runner.rewards.rule_worker import FENCED
 from dapo_runner.threads import map_in_threads
 from dapo_runner.types import Verdict
 
-MAX_OUTPUT = 2**20  # bytes that a process may write
+MAX_OUTPUT = 2**20  # bytes that a process may write, beside the expected output
 ROOM_SECONDS = 100.0  # how long to wait until the container can start another process
 START_SECONDS = 120.0  # for a rule's process to import its packages
 PACKAGES = {"math": "math_verify", "json": "jsonschema", "reasoning_gym": "reasoning_gym"}
@@ -46,7 +47,7 @@ _RULES, _PROGRAM = (Path(__file__).with_name(name) for name in ("rule_worker.py"
 CODE_COMMAND = (sys.executable, "-s", str(_PROGRAM))
 # It has none of this process's variables, which may hold keys. Hashes of strings are the same in every run.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-_PYTHON = ("", "py", "python", "python3")  # languages of a block
+_PYTHON = ("", "py", "py3", "python", "python3", "ipython3")  # languages of a block
 
 
 class WorkerError(Exception):
@@ -81,7 +82,7 @@ class Worker:
         except OSError:
             raise WorkerError("crash") from None
 
-    def read(self, seconds: float, *, line: bool = False) -> bytes:
+    def read(self, seconds: float, *, line: bool = False, limit: int = MAX_OUTPUT) -> bytes:
         """Return its output up to the end of the stream, or up to the end of a line. Raises WorkerError."""
         assert self.process.stdout is not None
         end, written, poll = time.monotonic() + seconds, bytearray(), select.poll()
@@ -89,7 +90,7 @@ class Worker:
         while (left := end - time.monotonic()) > 0 and poll.poll(1000 * left):
             part = os.read(self.process.stdout.fileno(), 2**16)
             written += part
-            if len(written) > MAX_OUTPUT:
+            if len(written) > limit:
                 raise WorkerError("output")
             if not part or (line and part.endswith(b"\n")):
                 return bytes(written)
@@ -175,7 +176,7 @@ class CodeRule(WorkerRule):
 
     def judge_one(self, text: str, answer: str) -> Verdict:
         blocks = {bool(language): code for language, code in FENCED.findall(text) if language.lower() in _PYTHON}
-        program, tests = blocks.get(True, blocks.get(False, text)), read_tests(answer)
+        program, tests = blocks.get(True, blocks.get(False, text.partition("\n```")[0])), read_tests(answer)
         if program.lstrip("\n").startswith((" ", "\t")):  # in a list; elsewhere dedent would change texts in it
             program = textwrap.dedent(program)
         if isinstance(tests, str):
@@ -185,27 +186,33 @@ class CodeRule(WorkerRule):
                 raise WorkerError("crash")
             return Verdict(written == token, rule="code")
         for given, expected in tests:
-            written, exit_code = self._run(program=program, stdin=given, token="")
+            written, exit_code = self._run(len(expected), program=program, stdin=given, token="")
             if exit_code != 0:
                 raise WorkerError("crash")
-            if _lines(written) != _lines(expected):
+            if not is_same_output(written, expected):
                 return Verdict(False, rule="code")
         return Verdict(True, rule="code")
 
-    def _run(self, **request: str) -> tuple[str, int]:
+    def _run(self, expected: int = 0, /, **request: str) -> tuple[str, int]:
         """Return a program's standard output and exit code. Raises WorkerError."""
         limits = {"memory": self.memory_mb * 10**6, "seconds": self.timeout, "readable": _readable()}
         worker = Worker((*_sandbox(), *CODE_COMMAND), _ENVIRONMENT)
         try:
             worker.send(request | limits, end=True)
-            written = worker.read(self.timeout)
+            written = worker.read(self.timeout, limit=MAX_OUTPUT + 4 * expected)  # at most 4 bytes a character
         finally:
             worker.kill()
         return written.decode(errors="replace"), worker.process.returncode
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+def is_same_output(written: str, expected: str) -> bool:
+    """Compare the words of each line; as numbers if the expected word is a number with a decimal point."""
+    counts = [[len(line.split()) for line in text.strip().splitlines()] for text in (written, expected)]
+    pairs = [pair for pair in zip(written.split(), expected.split(), strict=False) if pair[0] != pair[1]]
+    with suppress(ValueError):  # no number
+        close = ("." in other and isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-6) for one, other in pairs)
+        return counts[0] == counts[1] and all(close)
+    return False
 
 
 @cache
@@ -230,10 +237,9 @@ def open_code(workers: int, timeout: float, memory_mb: int) -> CodeRule:
 @cache
 def _readable() -> list[str]:
     """Return the paths that a program may read: Python, its packages and the system's libraries."""
-    python = Path(sys.executable).resolve().parents[1]
+    python = str(Path(sys.executable).resolve().parents[1])
     system = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-    paths = dict.fromkeys((*system, str(python), sys.base_prefix, sys.prefix))
-    return [path for path in paths if Path(path).exists()]
+    return [path for path in dict.fromkeys((*system, python, sys.base_prefix, sys.prefix)) if Path(path).exists()]
 
 
 @cache
@@ -293,7 +299,4 @@ def require_package(kind: str, user: str | None = None) -> None:
     try:
         ctypes.CDLL("libseccomp.so.2" if kind == "reasoning_gym" else None)
     except OSError as error:
-        raise ConfigError(
-            "reward.kind: 'reasoning_gym' requires libseccomp, because some tasks evaluate answers as Python code. Run "
-            "`apt-get install libseccomp2`."
-        ) from error
+        raise ConfigError("reward.kind: 'reasoning_gym' requires libseccomp (apt-get install libseccomp2)") from error

@@ -118,10 +118,9 @@ def check(reply: Reply, problem: str, answer: str) -> dict[str, bool | None]:
         raise RejectedError("the values are not in lowest terms")
     checked = {"quantity": _is_same(reply.quantity, reply.values, str(reply.integer))}
     checked["form"] = _is_same(reply.form, reply.values, answer)
-    if checked["quantity"] is False:
-        raise RejectedError("the quantity is not the integer")
-    if checked["form"] is False:
-        raise RejectedError("the form is not the original answer")
+    for name, expected in (("quantity", "the integer"), ("form", "the original answer")):
+        if checked[name] is False:
+            raise RejectedError(f"the {name} is not {expected}")
     return checked
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from dapo_runner.config import ConfigError
 from dapo_runner.config.reward import RULES
+from dapo_runner.rewards.rule_worker import FENCED
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Verdict
 
@@ -142,6 +143,15 @@ def test_no_piece_repeated_takes_long(rule: str, sections: dict[str, dict[str, A
         for opening in ("", "Answer", "Answer: ", "#### "):
             judge(rule, opening + repeated, sections)
         assert time.process_time() - start < 5, piece[:20]
+
+
+def test_no_fence_repeated_takes_long() -> None:
+    lines = ("`", "x```a\n", "x```a b\n", "x```a b", "x```\t", "\n \t", "\n```a", "x```\r\n", "```a" + " " * 999)
+    for piece in (*lines, "```python\n", "```json\n", "```sh a\r\n", "```", "```\n", "\n", " ", "a"):
+        start = time.process_time()
+        for opening in ("", "```", "```\n", "```a ", "x```a b\n"):
+            FENCED.findall(opening + piece * (200_000 // len(piece)) + "```x")
+        assert time.process_time() - start < 2, piece[:20]
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "judge"])

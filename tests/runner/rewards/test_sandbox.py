@@ -19,7 +19,7 @@ import pytest
 from refusals import refused
 
 from dapo_runner.rewards import workers
-from dapo_runner.rewards.workers import CodeRule, open_code, read_tests
+from dapo_runner.rewards.workers import CodeRule, is_same_output, open_code, read_tests
 from dapo_runner.types import Verdict
 
 try:
@@ -87,12 +87,23 @@ def is_gone(sessions: Iterable[int]) -> bool:
 DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1"
 THREAD = "import threading\nr = []\nt = threading.Thread(target=r.append, args=(1,))\nt.start()\nt.join()"
 UNITTEST = "class T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)"
+DEEP = """
+import functools, resource, sys
+sys.setrecursionlimit(10**6)
+resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
+@functools.cache
+def f(x): return x and f(x - 1) + 1
+print(f(20000 if sys.version_info < (3, 12) else 500) > 0)  # later versions limit recursion in C
+"""
 PROGRAMS = [
     (HONEST, TESTS, True),
     (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
     (f"```bash\nls\n```\nNow\n```Python3\r\n{HONEST}\n```\nprints\n```\n3\n```\nor\n```c++ -O\n4\n```", TESTS, True),
     (f"1. So:\n   ```python\n   {HONEST}\n   ```", TESTS, True),
     (HONEST + "\ns = '''a\n   \nb'''", "assert len(s) == 7", True),
+    (f"{HONEST}\n```\n\nThis continues a block of the prompt.", TESTS, True),
+    (f"{HONEST}\ns = '```'", "assert len(s) == 3", True),
+    (f"```py3\ns = '```' + '```'\n{HONEST}```\nUse ```f``` as\n```ipython3\n{HONEST}\ns = '```'\n```", TESTS, True),
     ("def f(x: return", TESTS, False),
     (f"{DATACLASS}\ndef f(x): return x + A().x", TESTS, True),
     (f"{THREAD}\ndef f(x): return x + r[0]", TESTS, True),
@@ -106,7 +117,23 @@ PROGRAMS = [
     ("print(3); 1 / 0", SUMS, False),
     ("print(input()); print(input())", '{"inputs": "1\\n2\\n", "outputs": "1\\n2\\n"}', True),
     (HONEST, "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", True),
+    ("print('é' * 2**20)", json.dumps({"inputs": [""], "outputs": ["é" * 2**20]}), True),
+    (DEEP, '{"inputs": [""], "outputs": ["True"]}', True),
+    ("print(1 / 3)", '{"inputs": [""], "outputs": ["0.333333333"]}', True),
 ]
+
+
+def test_output_is_compared_by_the_words_of_each_line() -> None:
+    shown = "0.333333333333 2 .5 x\n\n  *"
+    for expected in ("0.333333333 2.00 0.5000 x\n\n*", " 0.33333333  2.\t+0.5\tx \r\n\r\n\t * \n\n", shown):
+        assert is_same_output(shown, expected), expected
+    other_lines = (shown.replace("\n\n", "\n"), shown.replace(" x", "\nx"))
+    for expected in (*other_lines, f"{shown} 1.0", "0.33333 2 .5 x\n\n*", ""):
+        assert not is_same_output(shown, expected), expected
+        assert not is_same_output(expected, shown), expected
+    for written, expected in (("2.0", "2"), ("nan", "1.0"), ("inf", "1.0"), ("x", "1.0"), ("1.50", "v1.5")):
+        assert not is_same_output(written, expected), written
+    assert is_same_output("1e-7 1000000.5", "0.0 1000000.0")
 
 
 def test_programs_are_judged_by_tests_or_by_what_they_print(judge: CodeRule) -> None:
