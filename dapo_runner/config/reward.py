@@ -69,7 +69,7 @@ class JudgeConfig(AuxiliaryModel, JudgePrompt):
 
     reward: Literal["soft", "binary"] = "soft"  # soft: confidence in [0, 1]; binary: reward.correct or .incorrect
     votes: NonNegativeInt = 0  # 0: p(yes) / (p(yes) + p(no)) of the first token; k: the share of yes among k samples
-    shows: Literal["last_line", "response"] = "last_line"  # what the judge sees: the last non-empty line, or all of it
+    shows: Literal["last_line", "response"] = "last_line"  # what it sees: the last line with a letter or digit, or all
 
 
 class OverlongConfig(Section):

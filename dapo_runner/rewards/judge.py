@@ -231,8 +231,8 @@ class Judge(CallingReward):
 
     def _question(self, prompt: Prompt, completion: Completion) -> Question:
         problem = prompt.messages[-1][1] if prompt.messages else prompt.text
-        lines = [line for line in completion.text.splitlines() if line.strip()]
-        shown = completion.text if self.settings.shows == "response" else "".join(lines[-1:])
+        lines = [line for line in completion.text.splitlines() if re.search(r"[^\W_]", line)] or [completion.text]
+        shown = completion.text if self.settings.shows == "response" else lines[-1]
         return Question(problem, prompt.answer, shown.strip()[-MAX_CHARACTERS:])
 
     def _verdict(self, question: Question) -> Verdict:

@@ -70,7 +70,7 @@ def by_response(body: dict[str, Any]) -> dict[str, Any]:
 
 def test_its_confidence_is_the_reward() -> None:
     with FakeAPI(by_response) as api:
-        groups = Scorer(at(api))(*batch("work\n0.8\n\n", "0.5", "0.2", "Hm", " \n", prompts=2))
+        groups = Scorer(at(api))(*batch("work\n0.8\n\n", "0.5", "$$\n0.2\n$$\n__", "Hm", " \n", prompts=2))
     for group in groups:
         found = verdicts([group])
         assert [verdict.value for verdict in found] == pytest.approx([0.8, 0.5, 0.2, 0.0, 0.0])
