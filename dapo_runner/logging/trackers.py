@@ -105,7 +105,7 @@ def _start(name: str, config: Config | SftConfig, first_step: int, state: dict[s
     run_id = known or uuid.uuid4().hex[:12]
     same: dict[str, Any] = {"resume": "allow"}
     if name == "tensorboard":
-        tracker = accelerate.TensorBoardTracker(name, config.run_dir, purge_step=first_step if first_step > 1 else None)
+        tracker = accelerate.TensorBoardTracker(name, config.run_dir, purge_step=first_step)
     elif name == "mlflow":
         tracker = accelerate.MLflowTracker(project, run_name=run, run_id=known)
     elif name == "trackio":  # identifies a run by its name

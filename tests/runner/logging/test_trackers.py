@@ -156,7 +156,8 @@ def test_the_real_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for steps, loss in ((range(3), 0.5), (range(2, 4), 0.25)):  # the second time is a resume after step 1
+    # The first time there is no checkpoint of it, so the run starts anew; the third time is a resume after step 1.
+    for steps, loss in ((range(5), 1.0), (range(3), 0.5), (range(2, 4), 0.25)):
         trackers = open_one("tensorboard", tmp_path, steps[0])
         for step in steps:
             trackers.write(step, "step", {"train/loss": loss, "eval/avg@2": 1.0, "bad": float("nan")})
