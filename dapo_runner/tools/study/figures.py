@@ -122,7 +122,8 @@ def draw_entropy_fit(study: StudyConfig, found: Found, folder: Path) -> str:
         ax.plot(entropy, accuracy, ".", color=color, alpha=0.4, markersize=4)
         ax.plot(line, fit.intercept + fit.slope * np.exp(line), color=color, linewidth=1.6, label=label_of(variant))
         numbers = (-fit.slope, fit.intercept, fit.intercept + fit.slope, fit.rvalue**2)
-        rows.append(f"| {label_of(variant)} | {' | '.join(f'{x:.3f}' for x in numbers)} | {len(entropy)} |")
+        label = label_of(variant).replace("|", r"\|")
+        rows.append(f"| {label} | {' | '.join(f'{x:.3f}' for x in numbers)} | {len(entropy)} |")
     if not rows:
         return ""
     ax.legend(fontsize=8, frameon=False)

@@ -52,6 +52,7 @@ def write_page(study: StudyConfig, results: Sequence[Result], failures: Sequence
     found = by_variant(results)
     equal_tokens = min((result.total("tokens") for result in results), default=0.0)
     table = {name: {one.seed: one.values(equal_tokens) for one in group} for name, group in found.items()}
+    drawn = sorted({key for figure in study.figures for key in figure.curves})
     pictures = [(figure.title, draw_figure(figure, study, found, study.folder)) for figure in study.figures]
     parts = [
         f"# {study.title}",
@@ -61,12 +62,12 @@ def write_page(study: StudyConfig, results: Sequence[Result], failures: Sequence
         _legend(study, results, equal_tokens),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
         *(f"![{title}]({path.name})" for title, path in pictures if path is not None),
+        *(f"Not drawn: {key} is in no metrics.jsonl." for key in drawn if all(key not in r.points for r in results)),
         draw_entropy_fit(study, found, study.folder),
         _variants(study),
         *dict.fromkeys(result.made_with for result in results),  # several if the study resumed on another machine
     ]
     atomic_write(study.folder / PAGE, "\n\n".join(part for part in parts if part) + "\n")
-    drawn = sorted({key for figure in study.figures for key in figure.curves})
     lines = [json.dumps(result.as_json(equal_tokens, drawn)) for result in results]
     atomic_write(study.folder / VALUES, "[" + ",\n ".join(lines) + "]\n")
     return study.folder / PAGE
@@ -85,7 +86,7 @@ def check_page(study: StudyConfig, values: Path) -> list[str]:
         undrawn = study.model_copy(update={"output_dir": Path(folder), "name": "", "figures": []})
         again = write_page(undrawn, results, [])
         texts = [path.read_text(encoding="utf-8").split("\n") for path in (page, again)]
-    said, follows = ([line for line in text if not line.startswith(("![", "Failed: "))] for text in texts)
+    said, follows = ([line for line in text if not line.startswith(("![", "Failed: ", "Not drawn:"))] for text in texts)
     return [line for line in ndiff(said, follows) if line[0] in "-+" and line[2:]]
 
 
@@ -135,7 +136,7 @@ def compare(runs: Mapping[int, Values], others: Mapping[int, Values], name: str)
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)])
 
 
 def _difference(test: PairedTest | None) -> str:

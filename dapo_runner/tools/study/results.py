@@ -98,7 +98,7 @@ def load_results(path: Path) -> list[Result]:
 def read_result(run: StudyRun) -> Result:
     events = read_jsonl(run.folder / METRICS_FILE)
     points = collect(events)
-    steps = [0, *(event["step"] for event in events if event["kind"] == "step")]
+    steps = [events[0]["step"] - (events[0]["kind"] == "step"), *(e["step"] for e in events if e["kind"] == "step")]
     spent = {name: dict(zip(*points.get(key, ([], [])), strict=True)) for name, key in SPENT.items()}
     spent |= {"step": dict.fromkeys(steps[1:], 1), "seconds": {}}
     for event in read_jsonl(run.folder / TIMINGS_FILE):
@@ -158,6 +158,5 @@ def holm(ps: Sequence[float]) -> list[float]:
     """Return p-values corrected for their number, which bounds the probability of any false positive (Holm 1979)."""
     order = np.argsort(ps)
     scaled = np.asarray(ps)[order] * np.arange(len(ps), 0, -1)
-    corrected = np.empty(len(ps))
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
-    return [float(p) for p in corrected]
+    corrected = np.minimum(1.0, np.maximum.accumulate(scaled))
+    return [float(corrected[rank]) for rank in np.argsort(order)]

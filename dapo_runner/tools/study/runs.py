@@ -78,9 +78,8 @@ def _start(run: StudyRun, made_with: str) -> subprocess.Popen[bytes]:
 def _failure(run: StudyRun, code: int) -> Failure | None:
     if code == 0:
         return None if is_finished(run) else Failure(run, "no evaluation after its last step: set data.eval_size")
-    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
-    return Failure(run, f"exit code {code}: {last}")
+    *_, last = run.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+    return Failure(run, f"exit code {code}: {last.strip() or 'nothing printed'}")
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:

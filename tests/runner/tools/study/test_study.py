@@ -33,6 +33,7 @@ from dapo_runner.commands import study as study_command
 from dapo_runner.commands.output import INTERRUPTED
 from dapo_runner.config import Config, ConfigError, dump_config, lay_settings, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig
+from dapo_runner.files import read_jsonl
 from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study import runs as study_runs
 from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
@@ -184,6 +185,39 @@ def test_runs_without_the_metric_of_the_study_have_a_page(tmp_path: Path, dapo: 
     page = (tmp_path / "s/study.md").read_text()
     assert "| plain | – | – | – | – | 0.700 → 0.200 |" in page
     assert "10 steps, at most half of a run" in page
+
+
+def test_forks_have_a_page_that_follows_from_its_values(tmp_path: Path, dapo: Dapo) -> None:
+    """The log of a fork begins with an evaluation at the step of its checkpoint."""
+    for run in planned(tmp_path)[1]:
+        finish(run, [0.2, 0.3, 0.5])
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            events = read_jsonl(run.folder / name)
+            write_rows(run.folder / name, [{**event, "step": event["step"] + 40} for event in events])
+        assert read_result(run).accuracy == ([0, 200, 400], [0.2, 0.3, 0.5])
+        assert read_result(run).series("train/entropy", "step")[0] == [1, 2, 3, 4]
+    results = [read_result(run) for run in planned(tmp_path)[1]]
+    write_page(planned(tmp_path)[0], results, [])
+    dapo("study", tmp_path / "study.yaml", "--check", tmp_path / "s/study.json")
+
+
+def test_a_page_names_what_it_cannot_draw_and_shows_any_label(tmp_path: Path, dapo: Dapo) -> None:
+    """One figure has nothing to draw, the other one only a part."""
+    figures = [
+        {"name": "f", "title": "F", "variants": ["plain"], "curves": ["misspelt"]},
+        {"name": "g", "title": "G", "variants": ["plain"], "curves": ["train/entropy", "seconds/rollout"]},
+    ]
+    variants = [{"name": "plain", "label": "p|q"}, *VARIANTS[1:]]
+    study, runs = planned(tmp_path, figures=figures, variants=variants, entropy_fit=["plain"])
+    for run in runs:
+        finish(run, [0.2, 0.3, 0.5], entropy={1: 0.8, 2: 0.6, 3: 0.3, 4: 0.1})
+    page = write_page(study, [read_result(run) for run in runs], []).read_text()
+    lines = [line for line in page.splitlines() if line.startswith("Not drawn: ")]
+    assert [line.split()[2] for line in lines] == ["misspelt", "seconds/rollout"]
+    tables = [part.splitlines() for part in page.split("\n\n") if part.startswith("|")]
+    n_cells = [{len(re.findall(r"(?<!\\)\|", line)) for line in table} for table in tables]
+    assert [len(found) for found in n_cells] == [1, 1, 1]
+    dapo("study", tmp_path / "study.yaml", "--check", tmp_path / "s/study.json")
 
 
 def test_a_page_is_checked_against_its_values(tmp_path: Path, dapo: Dapo) -> None:
