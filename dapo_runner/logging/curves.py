@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dapo_runner.files import read_jsonl
+from dapo_runner.logging.metric_table import TOOL_CALLS
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE
 from dapo_runner.timing import seconds_by_phase
 
@@ -42,15 +43,14 @@ def collect(events: Iterable[Mapping[str, Any]]) -> Points:
     return points
 
 
-def time_events(timings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seconds of each step, summed by ``TIME_GROUPS``."""
-    events = []
+def time_events(timings: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the seconds of each step, summed by ``TIME_GROUPS``, and its calls of tools."""
     for timing in timings:
         if timing["kind"] == "step":
             seconds = seconds_by_phase(timing)
             groups = {f"time/{name}": sum(seconds.pop(p, 0.0) for p in phases) for name, phases in TIME_GROUPS.items()}
-            events.append({"step": timing["step"], **groups, "time/rest": sum(seconds.values())})
-    return events
+            calls = {curve.key: timing[curve.key] for curve in TOOL_CALLS if curve.key in timing}
+            yield {"step": timing["step"], **calls, **groups, "time/rest": sum(seconds.values())}
 
 
 def find_curve(points: Points, key: str) -> tuple[str, list[int], list[float]] | None:

@@ -23,7 +23,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     if not (points := read_curves(run)):
         raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")
     out = out or run / REPORT_FILE
-    draw(points, title=run.name).savefig(out)
+    draw(points, title=run.absolute().name).savefig(out)
     return out
 
 
@@ -76,6 +76,6 @@ def _draw_curves(ax: Axes, panel: Panel, points: Points) -> None:
         ax.set_ylim(-0.02, 1.02)
     elif panel.from_zero:
         ax.set_ylim(bottom=0)
-    if len(found) > 1 or found[0][1]:  # place the legend above the axes, where it hides no curve
+    if len(panel.curves) > 1:  # place the legend above the axes, where it hides no curve
         place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "columnspacing": 0.6}
         ax.legend(fontsize=6, frameon=False, ncols=len(found), handlelength=0.8, handletextpad=0.3, **place)

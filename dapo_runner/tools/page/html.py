@@ -22,7 +22,7 @@ from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.curves import read_curves
-from dapo_runner.logging.metric_table import Panel, panels_of, read_glossary, step_name
+from dapo_runner.logging.metric_table import SUPERVISED_PANELS, Panel, panels_of, read_glossary, step_name
 from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
 
@@ -52,7 +52,7 @@ def contents(runs: Sequence[Path]) -> dict[str, Any]:
     """Return panels and meanings of metrics, and of each run its name, curves, steps with saved rollouts, and the
     settings for its header: those of ``ABOUT`` and those in which the runs differ, as JSON.
     """
-    parent = os.path.commonpath([run.resolve().parent for run in runs])
+    parent = os.path.commonpath([os.path.abspath(run / os.pardir) for run in runs])
     recipes = [flatten(read_recipe(run / CONFIG_FILE)) if (run / CONFIG_FILE).is_file() else {} for run in runs]
     values = {key: {str(recipe.get(key)) for recipe in recipes if recipe} for key in set().union(*recipes)}
     differing = sorted(key for key in values if len(values[key]) > 1 and key not in (*ABOUT, "run.name"))
@@ -67,12 +67,12 @@ def contents(runs: Sequence[Path]) -> dict[str, Any]:
         }
         about = {key: settings[key] for key in ABOUT if settings.get(key) is not None}
         differences = {key: settings[key] for key in differing if key in settings}
-        name, steps = str(run.resolve().relative_to(parent)), list(saved_steps(run / ROLLOUTS))
-        header = {"name": name, "about": about, "differences": differences}
-        shown.append(header | {"curves": finite, "steps": steps})
+        header = {"name": os.path.relpath(run, parent), "about": about, "differences": differences}
+        shown.append(header | {"curves": finite, "steps": list(saved_steps(run / ROLLOUTS))})
+    if SUPERVISED_PANELS[0] in panels and not panels.keys() <= {*SUPERVISED_PANELS}:
+        raise ConfigError("RUN: expected runs of one command, got dapo sft and dapo train. Give each a page.")
     meanings = {key: f"{text} Healthy: {healthy or 'any value'}." for key, _, text, healthy in read_glossary()}
-    drawn = [asdict(panel) for panel in panels]
-    return {"panels": drawn, "step": step_name(panels), "meanings": meanings, "runs": shown}
+    return {"panels": [*map(asdict, panels)], "step": step_name(panels), "meanings": meanings, "runs": shown}
 
 
 def spread_steps(sizes: dict[int, int], room: float) -> list[int]:

@@ -4,7 +4,7 @@
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555"];
 const ON_DARK = { "#0072B2": "#2E8FDB", "#555555": "#BBBBBB", "#888888": "#AAAAAA" }; // what is too dark there
 const HEADLINES = ["eval/avg@*", "eval/loss", "batch/reward"]; // the first of them that a run has
-const AS_LOGGED = /^(eval\/|train\/lr$)/; // never smoothed: few values, or without noise
+const AS_LOGGED = /^(eval\/|time\/|train\/lr$)/; // never smoothed: few values, mostly 0, or without noise
 const NEAREST = 40; // steps that are searched for a prompt
 const POLL_MS = 2000;
 const FULL = { entropy: 2, ratio: 1.35, advantage: 2 }; // what has all of its colour

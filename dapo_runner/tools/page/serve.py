@@ -14,7 +14,7 @@ from typing import Any
 
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE
 from dapo_runner.logging.rollout_log import ROLLOUTS, saved_steps
-from dapo_runner.tools.page.html import contents, plotly_source, render
+from dapo_runner.tools.page.html import contents, render
 
 HOST = "127.0.0.1"
 ROLLOUTS_PATH = re.compile(r"/rollouts/(?P<run>\d{1,9})/(?P<step>\d{1,9})", re.ASCII)
@@ -22,7 +22,7 @@ ROLLOUTS_PATH = re.compile(r"/rollouts/(?P<run>\d{1,9})/(?P<step>\d{1,9})", re.A
 
 def open_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """Listen on 127.0.0.1; port 0 is any free port. Raises OSError if the port is in use, ConfigError."""
-    plotly_source()  # fails here instead of in the browser
+    render(contents(runs))  # fails here instead of in the browser
     return ThreadingHTTPServer((HOST, port), partial(_Handler, runs))
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from builders import make_group, make_prompt, make_sample, make_sequence
 from experts import small_experts
+from matplotlib.figure import Figure
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -183,7 +184,7 @@ def test_every_row_of_the_glossary_is_logged_somewhere() -> None:
 
 
 def test_every_curve_has_a_row_and_every_panel_a_title_of_its_own() -> None:
-    """The page finds a chart by its title, and can show supervised runs beside others."""
+    """The page finds a chart by its title."""
     panels = list(dict.fromkeys((*PANELS, *SUPERVISED_PANELS)))
     keys = [curve.key for panel in panels for curve in panel.curves]
     assert [key for key in keys if not is_documented(key) and not key.startswith("time/")] == []
@@ -292,6 +293,8 @@ def test_every_curve_is_drawn_with_its_values() -> None:
         else:
             drawn = [curve for curve in panel.curves if not curve.key.startswith("eval/")]
             assert lines == [[0.5, 1.5, 2.5]] * len(drawn)
+        if len(panel.curves) > 1:  # also if only one of them was logged
+            assert ax.get_legend() is not None
 
 
 def test_each_of_several_rewards_has_a_panel_after_the_reward_that_they_make() -> None:
@@ -316,23 +319,34 @@ def test_empty_panels_are_left_out_and_a_stack_survives_steps_that_generated_not
     assert ax.collections[-1].get_datalim(ax.transData).y1 == pytest.approx(1.0)
 
 
-def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(tmp_path: Path) -> None:
+def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Phases are drawn together, an unknown phase is part of the rest, and nothing is lost."""
     for _ in range(2):  # without the file, and with an empty one
         with pytest.raises(ConfigError, match=f"{METRICS_FILE}: .*got no file or an empty one"):
             write_report(tmp_path)
         (tmp_path / METRICS_FILE).touch()
+    titles: list[str] = []
     timings = [
         {"step": 0, "kind": "start", "seconds/evaluate": 50.0},
         {"step": 1, "kind": "step", "seconds/rollout": 1.0, "seconds/forward_backward": 2.0, "seconds/optimizer": 0.5},
         {"step": 2, "kind": "step", "seconds/rollout": 1.5, "seconds/evaluate": 3.0, "seconds/surprise": 0.25},
     ]
-    (ax,) = draw(collect(time_events(timings)), "run").axes
+    timings[1]["env/tool_calls"] = 6
+    calls, ax = draw(collect(time_events(timings)), "run").axes
+    assert [text.get_text() for text in calls.get_legend().get_texts()] == ["calls"]
+    assert [list(line.get_ydata()) for line in calls.lines] == [[6]]
     assert [bar.get_y() + bar.get_height() for bar in ax.containers[-1]] == pytest.approx([3.5, 4.75])
     MetricsLog(tmp_path / METRICS_FILE).write(1, "train", {"train/loss": 0.5})
     MetricsLog(tmp_path / TIMINGS_FILE).write(1, "step", {"seconds/rollout": 1.0})
     assert write_report(tmp_path) == tmp_path / REPORT_FILE
     assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(Figure, "savefig", lambda figure, _: titles.append(figure.get_suptitle()))
+        write_report(Path())
+    assert titles == [tmp_path.name]
     append_jsonl(tmp_path / METRICS_FILE, [{"kind": "step", "train/loss": 0.5}])
     with pytest.raises(ConfigError, match=f"{METRICS_FILE}:2: expected a JSON object"):
         write_report(tmp_path)

@@ -36,7 +36,8 @@ from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.config import AdvantageConfig, RolloutLogConfig
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
+from dapo_runner.errors import ConfigError
+from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog
 from dapo_runner.logging.rollout_log import ROLLOUTS, RolloutLog, saved_steps
 from dapo_runner.tools.page import serve
 from dapo_runner.tools.page.html import contents, spread_steps, write_page
@@ -93,6 +94,11 @@ def write_rollouts(run: Path, step: int, per_token: bool = True, first: int = 0,
     log = RolloutLog(run / ROLLOUTS, RolloutLogConfig(), keep_through=step - 1, tokenizer=of_tokens)
     values = {} if first else dict.fromkeys((0, 1, 3, 4), VALUES)
     log.write(step, groups, make_sequences(groups, AdvantageConfig(kind="group_mean")), values)
+
+
+def log_seconds(run: Path, step: int, **seconds: float) -> None:
+    figures = {f"seconds/{phase}": value for phase, value in seconds.items()}
+    MetricsLog(run / TIMINGS_FILE, keep_through=step - 1).write(step, "step", figures)
 
 
 def write_run(folder: Path, name: str, per_token: bool = True, turns: tuple[Turn, ...] = ()) -> Path:
@@ -175,12 +181,26 @@ def test_runs_are_told_apart_gaps_stay_gaps_and_the_header_has_what_is_set(tmp_p
     assert (one["differences"], two["differences"]) == ({"loss.clip_high": ".inf"}, {"loss.clip_high": "0.28"})
 
 
+def test_a_link_has_the_name_that_the_user_gave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "best").symlink_to(write_run(tmp_path, "a", per_token=False))
+    monkeypatch.chdir(tmp_path / "best")
+    for runs in ([tmp_path / "best", tmp_path / "a"], [Path("../best"), Path("../a")]):
+        assert [run["name"] for run in contents(runs)["runs"]] == ["best", "a"]
+
+
 def test_what_has_no_room_is_left_out_evenly() -> None:
     rooms = {100: [1, 2, 3, 4, 5], 30: [1, 3, 5], 20: [2, 5], 19: [5], 10: [5], 9: []}
     assert {room: spread_steps(dict.fromkeys(range(1, 6), 10), room) for room in rooms} == rooms
 
 
 def test_a_mistake_is_one_line(run: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    MetricsLog(run.parent / "sft" / METRICS_FILE).write(1, "step", {"train/loss": 0.5})  # as dapo sft does
+    broken = run.parent / "broken" / METRICS_FILE
+    MetricsLog(broken).write(1, "step", {"train/loss": 0.5})
+    broken.write_bytes(broken.read_bytes() + bytes(9) + b"\n")  # as after a power cut
+    dapo.refuses("RUN: dapo sft", "report", run, run.parent / "sft", "--html")
+    with pytest.raises(ConfigError, match=r"broken.metrics\.jsonl:2"):
+        open_server([broken.parent], 0)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     for names, *arguments in (
         ("RUN: --html", "report", run, run),
@@ -291,6 +311,8 @@ def loaded(open_page: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     write_rollouts(runs[1], 5, per_token=False, first=1)
     for run, value in zip(runs, ("<b>0.3</b>", "0.2"), strict=True):
         (run / CONFIG_FILE).write_text(f"data: {{path: d}}\nloss: {{clip_high: {value}}}")
+        for step in range(1, 7):
+            log_seconds(run, step, evaluate=3.0 * (step == 5))
     return open_page(write_page(runs, folder / "page.html").as_uri())
 
 
@@ -325,7 +347,9 @@ def curves_of(page: Any) -> dict[str, list[list[float]]]:
 def test_runs_have_a_chart_per_curve_and_smooth_lines_over_raw_ones(report: Any) -> None:
     raw = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     curves = curves_of(report)
-    assert list(curves) == ["Reward: trained on", "Reward: generated", "Entropy", "Dynamic sampling: mixed"]
+    others = ["Reward: generated", "Entropy", "Dynamic sampling: mixed", "Time: held-out"]
+    assert list(curves) == ["Reward: trained on", *others]
+    assert curves["Time: held-out"] == [[0, 0, 0, 0, 3, 0]] * 2  # no time is shown where none was spent
     first, smooth, *second = curves["Reward: trained on"]
     assert (first, second) == (raw, [raw, smooth])
     powers = 0.6 ** np.arange(6)[::-1]  # the weight of a value is a power of 0.6
