@@ -1,4 +1,4 @@
-# Everything happens in .venv. The two commands of the README: `make demo`, `make test`.
+# Everything happens in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -68,7 +68,7 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -c "import importlib.util; assert importlib.util.find_spec('vllm')"
 	TORCH_COMPILE_DISABLE=1 $(VLLM_VENV)/bin/python -m pytest -p no:xdist -m vllm $(addprefix tests/runner/engines/test_vllm, _lora.py _server.py _experts.py .py)
 
-# What the tests are worth: a place of the code is changed, and a test has to fail. Hours; after an interruption the rest.
+# What the tests are worth: a place of the code is changed, and a test has to fail. An hour or two; after an interruption the rest.
 SAMPLE ?= 300
 mutants: install
 	$(INSTALL) 'cosmic-ray>=8.7,<9'

@@ -50,7 +50,7 @@ def command(name: str, help: str, *arguments: Argument, takes: str = "", functio
 
 VERSION = argument("--version", action="version", help="print the version of this package")
 CONFIG = argument("config", help="a YAML file, or the name of a recipe (dapo recipes lists them)")
-RUNS = argument("run", type=Path, nargs="+", help="the folder of a run; a picture shows one, a page several")
+RUNS = argument("run", type=Path, nargs="+", help="the folder of a run")
 DRY_RUN = argument("--dry-run", action="store_true", help="print the resolved settings and the preflight checks")
 SIMULATE = argument("--simulate", action="store_true", help="estimate the memory of one rank with fake tensors")
 

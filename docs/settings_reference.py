@@ -23,12 +23,13 @@ from dapo_runner.config.training import LossConfig
 HEADER = """\
 # All settings
 
-Look up any setting: its key, type and default, what it means and what it requires. Every command
-takes a YAML file with these keys and `key=value` overrides (`dapo train tiny optimizer.lr=1e-4`).
-`null` means that a setting is not set. "Set by" names the values of `algorithm` that replace the
-default. If you change a setting from its default, you must also meet the column "requires":
-`key=a|b` means one of these values, `key` alone that it must be set, and "unset" that it must be
-null, false, 0 or empty. A key without a dot is in the same section.
+Look up any setting: its key, type and default, what it means and what it requires. A command
+takes a YAML file with its keys, and `train`, `launch`, `sft`, `eval`, `serve` and `convert-answers`
+take `key=value` too (`dapo train tiny optimizer.lr=1e-4`). `null` means that a setting is not set.
+"Set by" names the values of `algorithm` that replace the default. If you change a setting from its
+default, you must also meet the column "requires": `key=a|b` means one of these values, `key` alone
+that it must be set, and "unset" that it must be null, false, 0 or empty. A key without a dot is in
+the same section.
 
 Prerequisites: a recipe that trains ([your first run](first-run.md)).
 
@@ -74,10 +75,10 @@ def _tables(section: type[Section], key: str, command: str, seen: dict[type[Sect
 
 
 def _row(key: str, name: str, section: type[Section], command: str) -> str:
-    """Return the row of a value, or of a section that may be null; "" for another section."""
+    """Return the row of a value, or of a section that may be null or has a meaning; "" for another section."""
     field = section.model_fields[name]
     is_section = section_of(field) is not None
-    if is_section and type(None) not in get_args(field.annotation):
+    if is_section and not meanings(section)[name] and type(None) not in get_args(field.annotation):
         return ""
     default = spell(field.get_default(call_default_factory=True))
     default = "required" if field.is_required() else f"`{default}`" if len(default) < 60 else "a longer text"

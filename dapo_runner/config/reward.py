@@ -36,7 +36,7 @@ RULES = ("dapo", "gsm8k", "integer", "math", "choice", "exact", "json", "code", 
 
 
 class JudgePrompt(Section):
-    template: str = JUDGE_TEMPLATE  # the judge's prompt, with {problem}, {response}, {reference}
+    template: str = JUDGE_TEMPLATE  # the judge's prompt, with {response} and {reference}
     answers: tuple[str, str] = ("YES", "NO")  # the words for correct and incorrect
 
     def checks(self) -> Iterator[Check]:
@@ -113,7 +113,7 @@ class RewardConfig(Section):
 
     # dapo | gsm8k | integer | math | choice | exact | json | code | judge | reasoning_gym | module:function
     kind: str = "dapo"
-    parts: list[RewardPart] = []  # several rewards instead of one; the first decides correctness
+    parts: list[RewardPart] = []  # several rewards instead of one; the first that applies decides correctness
     correct: float = 1.0  # reward of a correct response; a soft judge and a function that returns numbers set their own
     incorrect: float = -1.0  # reward of an incorrect response
     # seconds for one response (kinds math, json, reasoning_gym; null: 10), for one run of a program (kind code, which
@@ -128,7 +128,7 @@ class RewardConfig(Section):
 
     @property
     def uses(self) -> list[str]:
-        """The rules and functions in use. The first decides correctness."""
+        """The rules and functions in use. The first that applies decides correctness."""
         return [part.use for part in self.parts] or [self.kind]
 
     @property

@@ -156,7 +156,7 @@ class RolloutConfig(SamplingConfig):
     # asynchronous: continue responses under new weights; false: finish them first, except preempted ones and episodes
     partial: bool = True
     probe: MayChange[bool] = True  # compare the log-probs of engine and trainer after each weight update: docs/vllm.md
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = CorrectionConfig()  # weights that correct for the engine's numerics and its age
     max_mismatch_kl: PositiveFloat | None = None  # warn if train/rollout_k3 of a step, KL(engine‖trainer), exceeds it
     group_size: PositiveInt = 16  # responses per prompt; 1 is allowed if no setting compares responses
     temperature: PositiveFloat = 1.0

@@ -180,7 +180,7 @@ class OptimizerConfig(Section):
     lr: MayChange[PositiveFloat] = 1e-6  # peak learning rate
     warmup_steps: NonNegativeInt = 20  # rollout steps of linear warm-up
     schedule: MayChange[Literal["constant", "linear", "cosine"]] = "constant"  # learning rate after the warm-up
-    # linear and cosine would reach this share of lr one step after run.steps
+    # linear and cosine would reach this share of lr one step after the last
     min_lr_ratio: MayChange[Annotated[float, Field(ge=0, le=1)]] = 0.0
     weight_decay: NonNegativeFloat = 0.1  # weight decay of AdamW
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)  # β1 and β2 of AdamW
