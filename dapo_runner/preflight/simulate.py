@@ -104,6 +104,7 @@ def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
     host, device = torch.device("cpu"), torch.device("meta" if root is None else "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         policy.model.to_empty(device=device)
+        policy.model.tie_weights()  # a parameter that becomes fake is replaced in each of its modules
         learner = Learner(policy, config, reference=policy)
         learner.trained.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read gradient values
         batch = _Shapes(**{name: mode.from_tensor(x) for name, x in mini.micro_batches[0].tensors().items()})

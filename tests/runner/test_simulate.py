@@ -44,9 +44,9 @@ def simulated(recipe: Path, *overrides: str) -> tuple[Config, ModelShape, Simula
     return config, shape, simulate(config)
 
 
-def with_layers(recipe: Path, n: int, folder: Path) -> str:
+def with_layers(recipe: Path, n: int, folder: Path, **others: Any) -> str:
     """A setting: a model with fewer layers than the recipe's. What grows with them does so linearly."""
-    values = PUBLISHED[load_config(recipe).model.path or ""] | {"num_hidden_layers": n}
+    values = PUBLISHED[load_config(recipe).model.path or ""] | {"num_hidden_layers": n, **others}
     (folder / "config.json").write_text(json.dumps(values))
     return f"model.path={folder}"
 
@@ -91,6 +91,13 @@ def test_one_gpu_that_keeps_nothing_but_rounded_weights(tmp_path: Path) -> None:
     assert inputs.host - on_host.host == pytest.approx(shape.layers * layer, rel=0.01)
     saved = sum(on_host.peak.values()) - sum(inputs.peak.values())
     assert saved == pytest.approx((shape.layers - 1) * layer, rel=0.35)
+
+
+def test_a_tied_head_counts_once(tmp_path: Path) -> None:
+    tied = with_layers(FULL, 1, tmp_path, tie_word_embeddings=True)
+    _, shape, found = simulated(FULL, tied, "optimizer.offload=false")
+    assert shape.tied
+    assert found.held == pytest.approx(14 * shape.parameters, rel=1e-4)
 
 
 @pytest.mark.ranks
