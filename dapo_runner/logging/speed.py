@@ -50,7 +50,7 @@ def speed_metrics(
     memory, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, ""
     if device.type == "cuda":
         memory, name = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.get_device_name(device)
-    peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    peak = next((peak for part, peak in PEAKS.items() if f"{part} " in f"{name.replace('-', ' ')} "), None)
     if peak is not None and busy:
         figures["mfu"] = training_flops(policy.model, lengths) / (busy * world.size * peak)
     return {**figures, "memory_gib": max(world.all_gather_object(memory))}

@@ -168,6 +168,25 @@ def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes(monkey
     assert speed.speed_metrics(*step)["mfu"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_the_peak_of_a_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "training_flops", lambda model, lengths: 1e12)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    world = SimpleNamespace(size=1, all_gather_object=lambda item: [item])
+    policy = SimpleNamespace(device=torch.device("cuda"), world=world, model=None)
+    found = speed.speed_metrics(policy, [make_sequence(1, 4)], {"forward_backward": 1.0}).get("mfu")
+    assert found == (None if peak is None else pytest.approx(1e12 / peak))
+
+
 # The glossary. Every test that trains checks what it logs (`_only_documented_metrics` in conftest.py).
 
 
