@@ -104,7 +104,7 @@ def step(model: Model, work: Work, n: int, save_every: int = 5) -> Step | str:
         return f"{held:.0f} GB a GPU of weights and moments beside an engine's {beside:.0f}"
     rollout, longest = rollout_time(model, work, n)
     update, waits = update_time(model, work, n, shard)
-    checkpoint = 12 * model.parameters / min(max(1, n // 8) * STORAGE[0], STORAGE[1]) / save_every
+    checkpoint = 14 * model.parameters / min(max(1, n // 8) * STORAGE[0], STORAGE[1]) / save_every
     return Step(rollout, update, sync_time(model, shard), checkpoint, longest, waits, shard)
 
 
