@@ -16,6 +16,8 @@ from dapo_runner.preflight import memory
 from dapo_runner.preflight.memory import GPU_MEMORY, host_estimate, memory_estimate, model_shape
 from dapo_runner.preflight.needs import loaded_models
 
+_FITS = {True: "fits", False: "does not fit"}
+
 
 def resolved_yaml(config: Config) -> str:
     """Return the whole configuration as YAML. Settings that follow from others have their final values."""
@@ -57,8 +59,7 @@ def departures(config: Config) -> list[str]:
     if name is None:
         return []
     row = ALGORITHMS[name].settings
-    objective = OBJECTIVES[row["loss"]["objective"]]
-    overrides = {field: getattr(objective, field, None) for field in config.loss.overrides}
+    overrides = {field: getattr(OBJECTIVES[row["loss"]["objective"]], field, None) for field in config.loss.overrides}
     # Values of the settings that a row leaves at their defaults.
     expected = {
         "loss": LossConfig(overrides=overrides).model_dump(),
@@ -88,24 +89,21 @@ def _memory(config: Config) -> dict[str, str]:
         return {"memory": f"unknown: {config.model.path} is not on this machine, or has no sizes of a known kind"}
     estimate, host = memory_estimate(config, shape), host_estimate(config, shape)
     paths = [path for _, path in loaded_models(config)]
-    lora, peaks = config.model.lora, memory.phase_estimate(config, estimate)
+    lora, peaks, total = config.model.lora, memory.phase_estimate(config, estimate), sum(estimate.values())
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
-        "memory": f"about {gib(sum(estimate.values()))} per GPU, or in one process on a CPU",
+        "memory": f"about {gib(total)} per GPU" if peaks else spell_host(total),
         **{f"  {what}": gib(size) for what, size in estimate.items()},
         **{f"  {path}": "unknown, not counted" for path in paths if model_shape(ModelConfig(path=path)) is None},
-        **{
-            f"80 GB, {phase}": f"{gib(n)}: {'fits' if n <= GPU_MEMORY else 'does not fit'}"
-            for phase, n in peaks.items()
-        },
+        **{f"80 GB, {phase}": f"{gib(n)}: {_FITS[n <= GPU_MEMORY]}" for phase, n in peaks.items()},
         **({"machine's memory": spell_host(sum(host.values()))} if host else {}),
         **{f"  {what}": gib(size) for what, size in host.items()},
     }
 
 
 def spell_host(size: int) -> str:
-    return f"about {gib(size)}: {'fits' if memory.too_large_for_host(size) is None else 'does not fit'} this machine"
+    return f"about {gib(size)}: {_FITS[memory.too_large_for_host(size) is None]} this machine"
 
 
 def gib(size: float) -> str:

@@ -7,6 +7,8 @@ import math
 import os
 from typing import Any, NamedTuple
 
+from transformers import CONFIG_MAPPING, AutoConfig
+
 from dapo_kernels.engine.chunks import DEFAULT_CHUNK_BYTES, DEFAULT_DEVICE_CHUNK_BYTES
 from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.config.run import is_cuda
@@ -23,7 +25,7 @@ BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # i
 FLOAT32 = 4  # bytes per value of master weights, gradients and AdamW moments
 GPU_MEMORY = int(79.1 * 2**30)  # bytes that torch reports for an A100 or H100 of 80 GB
 ENGINE, ASLEEP = "engine's weights", "weights of the sleeping engine"
-JUDGE = "judge's weights"  # on the GPU only while it judges
+JUDGE, COPIES = "judge's weights", "copies for checkpoints"  # on the GPU only while it judges; with run.async_save
 _SIZES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
 _NEEDED = {"num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
@@ -43,6 +45,7 @@ class ModelShape(NamedTuple):
     vocabulary: int
     intermediate: int  # of all experts together
     active: int  # of the experts of a token
+    experts: int  # of a token; 0 for a dense MLP
     attention: int  # heads × head dimension
     key_value: int  # key/value heads × head dimension
     tied: bool
@@ -73,12 +76,13 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
     """Return the sizes of a model on this machine or of a recipe; None if they are unknown."""
     values = model_values(model) or {}
     experts = next((values[name] for name in N_EXPERTS if values.get(name)), 0)
-    width = (values.get("moe_intermediate_size") if experts else None) or values.get("intermediate_size")
-    if width is None or not values.keys() >= _NEEDED:
-        return None
+    width: Any = (values.get("moe_intermediate_size") if experts else None) or values.get("intermediate_size")
+    used = (values.get("num_experts_per_tok") or 1) if experts else 0
+    if not all(isinstance(n, int) and n > 0 for n in (width, experts or 1, used or 1, *map(values.get, _NEEDED))):
+        return None  # also for a list with the value of each layer
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     head_dim = values.get("head_dim") or hidden // heads
-    mlps = (experts * width, values.get("num_experts_per_tok", 1) * width) if experts else (width, width)
+    mlps = ((experts or 1) * width, (used or 1) * width, used)
     attention = (heads * head_dim, (values.get("num_key_value_heads") or heads) * head_dim)
     tied = bool(values.get("tie_word_embeddings", False))
     return ModelShape(values["num_hidden_layers"], hidden, values["vocab_size"], *mlps, *attention, tied)
@@ -94,6 +98,8 @@ def model_values(model: ModelConfig) -> dict[str, Any] | None:
         return PUBLISHED.get(model.path or "")
     with loading("model.path", "a configuration", path):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("model_type") in CONFIG_MAPPING:  # its class has the defaults of values that the file leaves out
+            return AutoConfig.for_model(**found).get_text_config(decoder=True).to_dict()
         return found | found.get("text_config", {})
 
 
@@ -105,21 +111,21 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     gpus, lora, size = config.parallel.gpus, config.model.lora, BYTES[config.model.dtype]
     trained = shape.parameters if lora is None else shape.adapter_parameters(lora)
     whole, frozen = shape.parameters * size, 0 if lora is None else shape.parameters * size
-    shards, positions = -(-gpus // config.parallel.replicate), config.optimizer.token_budget / config.parallel.sequence
+    shards, positions = -(-gpus // config.parallel.replicate), largest_micro_batch(config) / config.parallel.sequence
     reference = _parameters_of(config.reference_path, shape)
     has_masters, wide = gpus == 1 and (size != FLOAT32 or config.optimizer.offload), config.model.float32_logits
-    states = {} if config.optimizer.offload and _on_gpus(config) else _states(config, shape)
+    states, is_offloaded = _states(config, shape), config.optimizer.offload and _on_gpus(config)
     chunk = DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES
     terms = {
         # With several GPUs, shards are float32 and gathered in dtype. One GPU keeps weights in dtype and in float32.
         "weights": (frozen + trained * (FLOAT32 if gpus > 1 else size)) / shards,
-        **states,
+        **({} if is_offloaded else states),
         "gathered for a pass": _gathered(shape, size) if gpus > 1 else 0,
         "activations of a micro-batch": positions * _activations(config, shape) * size,
         "logits of a chunk": min(chunk, positions * shape.vocabulary * (FLOAT32 if wide else size)),
         "reference weights": reference * size / shards if config.loads_reference else 0,
         JUDGE: _judge(config),
-        CRITIC: states.get(CRITIC, 0) + (_critic_parameters(config, shape) * size if has_masters else 0),
+        CRITIC: states[CRITIC] * ((0 if is_offloaded else 1) + (size / 12 if has_masters else 0)),
     }
     if config.rollout.engine_spec.is_remote:
         terms[SENT] = whole if config.rollout.server.transfer == "nccl" else 0
@@ -130,17 +136,27 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
 
 def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """Return the bytes by purpose that the GPUs of a machine offload to the host."""
-    size, ranks = BYTES[config.model.dtype], min(config.parallel.gpus, GPUS_OF_A_MACHINE)
+    size, states = BYTES[config.model.dtype], _states(config, shape)
+    ranks = min(config.parallel.gpus, GPUS_OF_A_MACHINE)
     if not _on_gpus(config):
         return {}
-    terms = _states(config, shape) if config.optimizer.offload else {}
+    terms = dict(states) if config.optimizer.offload else {}
     if config.model.gradient_checkpointing == "offload":
-        positions = config.optimizer.token_budget // config.parallel.sequence
+        positions = largest_micro_batch(config) // config.parallel.sequence
         terms["layer inputs"] = positions * shape.layers * shape.hidden * size
     if engine_class(config).takes_adapters(config) and config.rollout.vllm.sleep:
         terms[ASLEEP] = shape.parameters * size / config.parallel.rollout_tensor
     terms[JUDGE] = _judge(config)
+    if config.run.async_save:  # float32 weights and moments, and the model's files
+        copied = 3 * states["gradients"] + states["reference's float32 average"] + states[CRITIC]
+        terms[COPIES] = copied + shape.parameters * size / config.parallel.gpus
     return {what: math.ceil(ranks * amount) for what, amount in terms.items() if amount}
+
+
+def largest_micro_batch(config: Config) -> int:
+    """Return the largest number of positions of a micro-batch. A mini-batch may be smaller than the token budget."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens - 1
+    return min(config.optimizer.token_budget, config.mini_batch_size * longest)
 
 
 def too_large_for_host(size: int) -> str | None:
@@ -172,12 +188,13 @@ def _states(config: Config, shape: ModelShape) -> dict[str, float]:
     lora, gpus, is_rounded = config.model.lora, config.parallel.gpus, BYTES[config.model.dtype] != FLOAT32
     trained = (shape.parameters if lora is None else shape.adapter_parameters(lora)) * FLOAT32
     shards, keeps_average = -(-gpus // config.parallel.replicate), is_rounded and config.loss.reference_ema is not None
+    critic = 0 if config.critic is None else _parameters_of(config.critic.path, shape)
     return {
         "float32 masters": trained if gpus == 1 and (is_rounded or config.optimizer.offload) else 0,
         "gradients": trained / shards,
         "AdamW moments": 2 * trained / shards,
         "reference's float32 average": shape.parameters * FLOAT32 / shards if keeps_average else 0,
-        CRITIC: 3 * FLOAT32 * _critic_parameters(config, shape) / shards,
+        CRITIC: 3 * FLOAT32 * critic / shards,  # its gradients and activations reuse the policy's memory
     }
 
 
@@ -190,17 +207,13 @@ def _gathered(shape: ModelShape, size: int) -> int:
 
 
 def _activations(config: Config, shape: ModelShape) -> int:
-    """Return the values per position kept for the backward pass: per layer about 8 × hidden and 4 × MLP width. With
-    checkpointing: each layer's input, and all values of one layer.
+    """Return the values per position kept for the backward pass. With checkpointing: each layer's input, and all values
+    of one layer. Not counted: further norms (Gemma), shared experts, the router, embeddings and the last norm.
     """
-    layer, way = 8 * shape.hidden + 4 * shape.active, config.model.gradient_checkpointing
+    layer, way = (8 + 2 * shape.experts) * shape.hidden + 4 * shape.active, config.model.gradient_checkpointing
+    layer += 5 * (shape.attention + shape.key_value)  # with norms of queries and keys; 2 to 3 without
     inputs = 0 if way == "offload" and _on_gpus(config) else shape.layers * shape.hidden
     return inputs + layer if way else shape.layers * layer
-
-
-def _critic_parameters(config: Config, policy: ModelShape) -> int:
-    """Return the parameters of a critic. Its gradients and activations reuse the policy's memory."""
-    return 0 if config.critic is None else _parameters_of(config.critic.path, policy)
 
 
 def _judge(config: Config) -> int:
@@ -218,8 +231,7 @@ def _parameters_of(path: str | None, policy: ModelShape) -> int:
 
 def _cache(config: Config, shape: ModelShape) -> dict[str, float]:
     """Return the bytes of the engine's KV cache. vLLM queues the responses that do not fit into its cache."""
-    rollout = config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    rollout, longest = config.rollout, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     one = 2 * longest * shape.layers * shape.key_value * BYTES[config.model.dtype] / config.parallel.rollout_tensor
     if rollout.engine_spec.reserves_memory and not _on_gpus(config):
         return {"KV cache": rollout.vllm.kv_cache_gib * 2**30}

@@ -35,10 +35,9 @@ def check_needs(config: Config, layout: Layout = SINGLE_PROCESS.layout) -> None:
     missing = [*_missing(config), *heads_that_do_not_divide(config, layout)]
     if config.optimizer.offload and layout.size > 1:
         missing.append(f"optimizer.offload: requires one process, got {layout.size}")
-    shape = model_shape(config.model)
-    host = 0 if shape is None else sum(host_estimate(config, shape).values())
-    if (sizes := too_large_for_host(host)) is not None:
-        missing.append(f"optimizer.offload, rollout.vllm.sleep: require {sizes}. Train adapters, or a smaller model.")
+    host = {} if (shape := model_shape(config.model)) is None else host_estimate(config, shape)
+    if (sizes := too_large_for_host(sum(host.values()))) is not None:
+        missing.append(f"machine's memory: requires {sizes}, for {', '.join(host)}")
     values = model_values(config.model)
     if config.loss.routing_replay and values is not None and not any("experts" in name for name in values):
         missing.append(f"loss.routing_replay: expected a mixture of experts, got {config.model.path}")

@@ -38,7 +38,8 @@ from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.sharding import add_up_over_replicas, whole_until_backward
 from dapo_runner.parallel.world import SINGLE_PROCESS, World, make_layout, make_world
 from dapo_runner.policy.model import DTYPES, Policy, load_shards
-from dapo_runner.preflight.memory import ASLEEP, GPUS_OF_A_MACHINE, PUBLISHED, host_estimate, model_shape, model_values
+from dapo_runner.preflight import memory
+from dapo_runner.preflight.memory import GPUS_OF_A_MACHINE, PUBLISHED, host_estimate, model_shape, model_values
 from dapo_runner.types import PackedBatch, TrainingSequence
 
 # FSDPMemTracker's kinds of memory, by readable labels.
@@ -74,7 +75,7 @@ class Simulation(NamedTuple):
     positions: int  # of a micro-batch, on this rank
     peak: dict[str, int]
     logprobs: int  # largest number of bytes while log-probs are computed
-    host: int  # bytes that are offloaded to the host, and base weights of an engine that sleeps beside adapters
+    host: int  # bytes that are offloaded to the host; by formulas: a sleeping engine, a judge, copies for checkpoints
     held: int  # bytes between updates
     largest_parameter: int  # number of values
     forward: dict[str, Traffic]
@@ -124,12 +125,13 @@ def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
             _step(learner)
             peak, held = (tracker.get_tracker_snapshot(when) for when in ("peak", "current"))
     kinds, shape = KINDS_OF_ONE if root is None else KINDS, model_shape(config.model)
-    asleep = 0 if shape is None else host_estimate(config, shape).get(ASLEEP, 0)
+    estimate = {} if shape is None else host_estimate(config, shape)
     return Simulation(
         positions=batch.n_positions // policy.world.layout.sequence,
         peak={kind: sum(int(peak[device][part]) for part in parts) for kind, parts in kinds.items()},
         logprobs=logprobs,
-        host=asleep + (int(peak[host]["Total"]) if host != device and host in peak else 0),
+        host=sum(estimate.get(what, 0) for what in (memory.ASLEEP, memory.COPIES, memory.JUDGE))
+        + (int(peak[host]["Total"]) if host != device and host in peak else 0),
         held=int(held[device]["Total"]),
         largest_parameter=max(parameter.numel() for parameter in policy.model.parameters()),
         forward=forward,
@@ -169,10 +171,9 @@ def _model_folder(config: Config) -> Iterator[Path]:
 
 def full_mini_batch(config: Config, world: World) -> MiniBatch:
     """Return a mini-batch with one sequence that fills a micro-batch."""
-    budget = config.optimizer.token_budget
+    budget, objective = memory.largest_micro_batch(config), config.objective
     ones = torch.ones(budget + 1)
     sequence = TrainingSequence(ones.long(), ones, ones.bool(), -ones, group_id=0)
-    objective = config.objective
     (batches,) = pack_shares([sequence], budget, multiple=world.layout.sequence)
     denominator, group_tokens = PolicyLoss(objective).denominator([sequence]), count_group_tokens([sequence])
     mini = MiniBatch(batches, budget, denominator, group_tokens=group_tokens)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dapo_runner.config import Config
+from dapo_runner.preflight import memory
 from dapo_runner.preflight.dry_run import gib, spell_host
-from dapo_runner.preflight.memory import BESIDE, BYTES, ENGINE, GPU_MEMORY, engine_memory, memory_estimate, model_shape
+from dapo_runner.preflight.memory import BESIDE, BYTES, ENGINE, GPU_MEMORY, JUDGE, engine_memory, model_shape
 from dapo_runner.preflight.simulate import Simulation, Traffic
 
 
 def describe(config: Config, found: Simulation) -> dict[str, str]:
     """Return the rows to print, as labels and texts."""
     estimate, phases = _formulas(config), phase_peaks(config, found)
-    engine = {what: size for what, size in estimate.items() if what.startswith((ENGINE, "KV cache"))}
+    engine = {what: size for what, size in estimate.items() if what.startswith((JUDGE, ENGINE, "KV cache"))}
     update = sum(size for what, size in estimate.items() if what not in engine)
-    positions, verdict = config.optimizer.token_budget, "yes" if fits(config, found) else "no"
+    positions, verdict = found.positions * config.parallel.sequence, "yes" if fits(config, found) else "no"
     rows = {
         "simulated": f"rank 0 of {config.parallel.gpus}, {found.positions} of a micro-batch's {positions} positions",
         "log-probs": gib(phases["log-probs"]),
@@ -45,7 +46,7 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
     return {
         "log-probs": found.logprobs + beside + waiting,
         "update": sum(found.peak.values()) + beside + waiting,
-        "rollout": found.held + beside + generating,
+        "rollout": found.held + beside + estimate.get(JUDGE, 0) + generating,
         "sync": found.held + beside + max(weights, waiting) + _largest(config, found),
     }
 
@@ -57,7 +58,7 @@ def fits(config: Config, found: Simulation) -> bool:
 def _formulas(config: Config) -> dict[str, int]:
     shape = model_shape(config.model)
     assert shape is not None  # the simulation has checked it
-    return memory_estimate(config, shape)
+    return memory.memory_estimate(config, shape)
 
 
 def _largest(config: Config, found: Simulation) -> int:

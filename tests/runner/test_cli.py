@@ -473,15 +473,23 @@ def test_a_run_goes_on_without_the_model_it_began_with(tmp_path: Path, files: di
     assert train(load_config(recipe, [*given, "run.steps=2"]), Notes()) == run
 
 
-def test_a_machine_without_the_memory_is_refused() -> None:
-    """The host's part of an update whose micro-batch has a million positions."""
+def test_a_machine_without_the_memory_is_refused(tmp_path: Path) -> None:
+    """The host's part of an update whose micro-batch has a million positions, or a judge."""
     recipe = Path(__file__).parents[2] / "recipes" / "qwen3-8b-1gpu.yaml"
     huge = ["optimizer.token_budget=1000000000", "model.gradient_checkpointing=offload"]
-    with refused("rollout.vllm.sleep", parts=["optimizer.offload"]):
+    huge_model = tmp_path / "judge"
+    huge_model.mkdir()
+    sizes = {"hidden_size": 10**6, "num_hidden_layers": 100, "vocab_size": 100, "intermediate_size": 10**6}
+    (huge_model / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 100}))
+    with refused("machine's memory", parts=["AdamW moments", "layer inputs"]):
         check_needs(load_config(recipe, huge))
     with refused("rollout.engine") as caught:  # vLLM, which is not installed beside the tests
         check_needs(load_config(recipe, ["optimizer.offload=false"]))
-    assert "optimizer.offload" not in str(caught.value)
+    assert "memory" not in str(caught.value)
+    judge = ["optimizer.offload=false", "reward.kind=judge", f"reward.judge.model={huge_model}"]
+    with refused("machine's memory", parts=["judge's weights"]) as caught:
+        check_needs(load_config(recipe, judge))
+    assert "AdamW" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("variable", "is_rank"), [("RANK", False), ("LOCAL_RANK", True)])

@@ -87,7 +87,8 @@ def gib_of(config: Any) -> dict[str, float]:
 
 def test_the_rows_of_one_gpu() -> None:
     weights, cache = 2 * EIGHT_BILLION / 2**30, 2 * 10240 * 36 * 1024 * 2 / 2**30
-    inputs = 20480 * 2 * (36 * 4096 + 8 * 4096 + 4 * 12288) / 2**30  # of the layers; one layer's activations
+    layer = 8 * 4096 + 4 * 12288 + 5 * (4096 + 1024)
+    inputs = 20480 * 2 * (36 * 4096 + layer) / 2**30  # of the layers; one layer's activations
     expected = {
         "weights": weights,
         "activations of a micro-batch": inputs,

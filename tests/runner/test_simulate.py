@@ -15,7 +15,7 @@ from small import Dapo
 from torch.torch_version import TorchVersion
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, load_config
+from dapo_runner.config import Config, ModelConfig, load_config
 from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.memory import (
@@ -100,6 +100,44 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     assert found.held == pytest.approx(14 * shape.parameters, rel=1e-4)
 
 
+HIDDEN, MLP, HEADS, KEY_VALUE = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+SIZES = {
+    "llama": {HIDDEN: 1024, MLP: 3584, HEADS: 8, KEY_VALUE: 2},  # those of Llama-3.1-8B / 4
+    "qwen2": {HIDDEN: 896, MLP: 4736, HEADS: 7, KEY_VALUE: 1},  # of Qwen2.5-7B / 4
+    "qwen3": {HIDDEN: 1024, MLP: 3072, HEADS: 16, KEY_VALUE: 8},  # of Qwen3-0.6B
+}
+SIZES["qwen3_moe"] = SIZES["qwen3"] | {"moe_intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_formula_of_activations(kind: str, tmp_path: Path) -> None:
+    """What a layer more keeps for the backward pass, per position."""
+    found = []
+    for n in (1, 2):
+        values = SIZES[kind] | {"model_type": kind, "head_dim": 128, "num_hidden_layers": n, "vocab_size": 512}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        settings = ["optimizer.offload=false", "model.gradient_checkpointing=false", f"model.path={tmp_path}"]
+        config, shape, simulation = simulated(FULL, *settings)
+        formula = memory_estimate(config, shape)["activations of a micro-batch"]
+        found.append((formula, simulation.peak["activations, the loss, passing tensors"]))
+    formula, real = (after - before for before, after in zip(*found, strict=True))
+    assert formula == pytest.approx(real, rel=0.16)  # Llama has no norms of queries and keys
+
+
+def test_a_small_mini_batch_does_not_fill_the_token_budget(tmp_path: Path) -> None:
+    lengths = ["rollout.max_prompt_tokens=128", "rollout.max_response_tokens=128", "reward.overlong.cache_length=16"]
+    sizes = ["sampler.prompts_per_step=4", "rollout.group_size=4", "optimizer.mini_batch_size=16"]
+    config, shape, found = simulated(LORA, with_layers(LORA, 1, tmp_path), *lengths, *sizes)
+    n = 16 * (128 + 128 - 1)  # a token without a next one has no position
+    assert found.positions == n
+    values = shape.hidden + 8 * shape.hidden + 4 * shape.active + 5 * (shape.attention + shape.key_value)
+    assert memory_estimate(config, shape)["activations of a micro-batch"] == n * values * 2
+    offloads = config.model_copy(
+        update={"model": config.model.model_copy(update={"gradient_checkpointing": "offload"})}
+    )
+    assert host_estimate(offloads, shape)["layer inputs"] == n * shape.hidden * 2
+
+
 @pytest.mark.ranks
 def test_adapters_on_one_gpu(tmp_path: Path) -> None:
     four_layers = with_layers(LORA, 4, tmp_path)
@@ -112,6 +150,33 @@ def test_adapters_on_one_gpu(tmp_path: Path) -> None:
     assert found.host == pytest.approx(2 * shape.parameters, rel=1e-3)
     awake = load_config(LORA, [four_layers, "rollout.vllm.sleep=false"])
     assert phase_estimate(awake, memory_estimate(awake, shape))["update"] > int(0.7 * GPU_MEMORY)
+
+
+def test_a_judge_and_copies_for_checkpoints_take_memory() -> None:
+    """A judge is on the GPU in the rollout only, and in the host's memory otherwise."""
+    judge = ["reward.kind=judge", "reward.judge.model=Qwen/Qwen2.5-32B"]
+    config, judged = load_config(LORA, judge), model_shape(ModelConfig(path="Qwen/Qwen2.5-32B"))
+    assert judged is not None
+    found = Simulation(20480, {"all of it": 2**34}, 0, 0, 2**34, 151936 * 4096, {}, {})
+    before, after = phase_peaks(load_config(LORA), found), phase_peaks(config, found)
+    more = {phase: after[phase] - before[phase] for phase in before}
+    assert more == dict.fromkeys(before, 0) | {"rollout": 2 * judged.parameters}
+    assert fits(load_config(LORA), found)
+    assert not fits(config, found)
+    rows = [describe(one, found) for one in (load_config(LORA), config)]
+    assert rows[0]["update"] == rows[1]["update"]
+    assert "  judge's weights" in rows[1]
+
+
+@pytest.mark.ranks
+def test_the_hosts_memory_beside_what_is_simulated(tmp_path: Path) -> None:
+    one_layer = with_layers(LORA, 1, tmp_path)
+    judge = ["reward.kind=judge", f"reward.judge.model={tmp_path}", "run.async_save=true", "rollout.vllm.sleep=false"]
+    config, shape, found = simulated(LORA, one_layer, *judge)
+    assert config.model.lora is not None
+    trained = shape.adapter_parameters(config.model.lora)
+    judge_and_files, adapters = (2 + 2) * shape.parameters, 12 * trained
+    assert found.host == pytest.approx(judge_and_files + adapters, rel=1e-4)
 
 
 def measure(path: Path, case: dict[str, Any]) -> dict[str, Any]:

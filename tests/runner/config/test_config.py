@@ -204,6 +204,35 @@ def test_the_summary_counts_and_knows_the_size_of_a_real_model(tmp_path: Path) -
     assert "unknown" in summarize(local)["memory"]
 
 
+def test_sizes_that_a_configuration_leaves_out_are_those_of_its_class(tmp_path: Path) -> None:
+    """As published: Gemma 3 1B has no tie_word_embeddings, Gemma 3 12B no vocabulary either."""
+    sizes = {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 256}
+    texts = [sizes | {"model_type": "gemma3_text", "vocab_size": 262144}]
+    texts.append({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"} | sizes})
+    for values in texts:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        shape = model_shape(ModelConfig(path=str(tmp_path)))
+        assert isinstance(shape, ModelShape)
+        assert shape.parameters == pytest.approx(999_885_952, rel=1e-3)  # as published
+
+
+@pytest.mark.parametrize(
+    "others", [{"intermediate_size": [4, 4]}, {"num_attention_heads": 0}, {"hidden_size": None}, {"num_experts": [2]}]
+)
+def test_sizes_of_an_unknown_kind_are_unknown(others: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 4} | others))
+    assert "unknown" in summarize(make_config(model={"tiny": None, "path": str(tmp_path)}))["memory"]
+
+
+def test_the_memory_of_a_cpu_is_compared_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = {"tiny": None, "path": "Qwen/Qwen3-8B-Base", "dtype": "float32"}
+    for device, is_compared in (("cpu", True), ("cuda", False)):
+        text = summarize(make_config(model=policy, run={"device": device}))["memory"]
+        assert ("this machine" in text) == is_compared, text
+
+
 def test_memory_counts_experts(tmp_path: Path) -> None:
     """Of all experts for the weights, of those that a token uses for the activations."""
     sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936, "intermediate_size": 6144}
@@ -235,6 +264,23 @@ def test_memory_of_a_judge_and_of_a_machine(tmp_path: Path) -> None:
     assert host_estimate(config, shape) == on_host
     other = config.model_copy(update={"reward": RewardConfig(kind="judge", judge=JudgeConfig(model="own/judge"))})
     assert summarize(other)["  own/judge"] == "unknown, not counted"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),  # of a parameter, on a machine: float32 weights, moments and a file in bfloat16
+    [
+        ({}, 12 + 2),
+        ({"parallel": {"gpus": 16}}, (12 + 2) / 2),
+        ({"parallel": {"gpus": 16, "replicate": 2}}, 12 + 2 / 2),
+        ({"advantage": {"kind": "gae"}, "critic": {}}, 12 + 12 + 2),
+    ],
+)
+def test_background_saves_take_memory_of_the_machine(overrides: dict[str, Any], bytes_each: float) -> None:
+    policy = {"tiny": None, "path": "Qwen/Qwen3-8B-Base", "dtype": "bfloat16"}
+    config = make_config(model=policy, run={"device": "cuda", "async_save": True}, **overrides)
+    shape = model_shape(config.model)
+    assert shape is not None
+    assert host_estimate(config, shape)["copies for checkpoints"] == pytest.approx(bytes_each * shape.parameters)
 
 
 def test_memory_counts_a_critic_and_a_reference() -> None:
