@@ -25,14 +25,14 @@ MAX_FAILURES = 3  # after this many failures a tracker receives nothing more
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raise ConfigError if a package for `logging.trackers` is missing or too old."""
+    """Raise ConfigError if a package for `logging.trackers` is missing."""
     for name in config.trackers:
         if importlib.util.find_spec(name) is None or not meets(ACCELERATE):
             raise ConfigError(f"logging.trackers: requires {name} and {ACCELERATE}. pip install 'dapo-kernels[{name}]'")
 
 
 class Trackers:
-    """All trackers of a run. A resumed run continues with the same ids and sends no step twice."""
+    """All trackers of a run. A resumed run continues with the same ids, and no tracker keeps a step twice."""
 
     def __init__(
         self, config: Config | SftConfig, first_step: int, note: Callable[[str], None], is_resumed: bool
@@ -46,10 +46,11 @@ class Trackers:
         self.trackers: dict[str, Any] = {}
         for name in config.logging.trackers:
             state = self.state.setdefault(name, {"id": None, "sent": {}})
-            if name == "tensorboard":  # replaces steps that are sent again
+            if name in ("tensorboard", "wandb"):  # which replace or ignore a step that is sent again; wandb may lack it
                 state["sent"] = {}
             try:
                 self.trackers[name] = _start(name, config, first_step, state)
+                atomic_write(self.path, json.dumps(self.state))  # its id
             except Exception as error:
                 reason = f"logging.trackers: {name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 if not is_resumed:
@@ -69,9 +70,9 @@ class Trackers:
         if rows:
             self._send(step, name, lambda tracker: _send_table(tracker, step, name, rows))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         for name in list(self.trackers):
-            self._call(name, lambda tracker: tracker.finish())
+            self._call(name, lambda tracker: _finish(tracker, failed=error is not None))
 
     def _send(self, step: int, kind: str, send: Callable[[Any], None]) -> None:
         for name in list(self.trackers):
@@ -121,6 +122,17 @@ def _start(name: str, config: Config | SftConfig, first_step: int, state: dict[s
         versions = {f"environment.{key}": value for key, value in environment().items()}
         tracker.store_init_configuration({key: str(value) for key, value in (settings | versions).items()})
     return tracker
+
+
+def _finish(tracker: Any, *, failed: bool) -> None:
+    if failed and tracker.name == "wandb":
+        tracker.run.finish(exit_code=1)
+    elif failed and tracker.name == "mlflow":
+        import mlflow
+
+        mlflow.end_run("FAILED")
+    else:
+        tracker.finish()
 
 
 def _send_table(tracker: Any, step: int, name: str, rows: list[dict[str, Any]]) -> None:

@@ -75,7 +75,7 @@ class TrainingRun:
 
     def close(self, error: BaseException | None) -> None:
         if self.log is not None:
-            self.log.trackers.close()
+            self.log.trackers.close(error)
         self.context.close(error)
 
     def is_last(self, step: int) -> bool:

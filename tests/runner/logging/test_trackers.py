@@ -20,6 +20,7 @@ from builders import make_config, make_group
 from refusals import refused
 from small import Dapo, write_recipe
 
+from dapo_runner.errors import RunError
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.rollout_log import ROLLOUTS, read_step, saved_steps
 from dapo_runner.logging.trackers import Trackers
@@ -47,7 +48,7 @@ class FakeWandb(types.ModuleType):
         self.__spec__ = importlib.util.spec_from_loader("wandb", None)
         self.inits: list[dict[str, Any]] = []
         self.logged: list[Mapping[str, Any]] = []
-        self.finished = 0
+        self.exit_codes: list[int] = []
         self.refuse = self.is_offline = False
         self.failures: list[int] = []
         self.config: dict[str, Any] = {}
@@ -67,8 +68,8 @@ class FakeWandb(types.ModuleType):
             raise ConnectionError("no route to host")
         self.logged.append({**values, "step": step})
 
-    def finish(self) -> None:
-        self.finished += 1
+    def finish(self, exit_code: int = 0) -> None:
+        self.exit_codes.append(exit_code)
 
 
 @pytest.fixture
@@ -78,18 +79,19 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return module
 
 
-def test_wandb_keeps_its_id_and_gets_finite_figures_once(wandb: FakeWandb, tmp_path: Path) -> None:
+def test_wandb_keeps_its_id_and_gets_finite_figures_once_per_start(wandb: FakeWandb, tmp_path: Path) -> None:
     for steps in ((1, 2), (2, 3)):  # the second time is a resume after step 1
         trackers = open_one("wandb", tmp_path, steps[0])
         for step in steps:
             trackers.write(step, "step", {"train/loss": 0.5, "eval/avg@2": 1, "bad": float("nan")})
             trackers.write(step, "seconds", {"seconds/rollout": 2.0})
-        trackers.close()
+            trackers.write(step, "seconds", {"seconds/rollout": 2.0})
+        trackers.close(RunError() if steps[0] == 1 else None)
     figures = [values for values in wandb.logged if "train/loss" in values]
-    assert figures == [{"train/loss": 0.5, "eval/avg_at_2": 1.0, "step": step} for step in (1, 2, 3)]
-    assert [values["step"] for values in wandb.logged if "seconds/rollout" in values] == [1, 2, 3]
+    assert figures == [{"train/loss": 0.5, "eval/avg_at_2": 1.0, "step": step} for step in (1, 2, 2, 3)]
+    assert [values["step"] for values in wandb.logged if "seconds/rollout" in values] == [1, 2, 2, 3]
     one, two = wandb.inits
-    assert (one["id"], wandb.finished) == (two["id"], 2)
+    assert (one["id"], wandb.exit_codes) == (two["id"], [1, 0])
     assert (one["project"], one["name"], one["resume"]) == ("p", "mine", "allow")
     assert wandb.config["optimizer.lr"] == "1e-06"
     assert wandb.config["environment.torch"] == importlib.metadata.version("torch")
@@ -101,6 +103,11 @@ def test_a_tracker_that_cannot_be_opened(wandb: FakeWandb, tmp_path: Path, capsy
     with refused("logging.trackers"):
         open_one("wandb", tmp_path)
     open_one("wandb", tmp_path, is_resumed=True).write(1, "step", {})
+    wandb.refuse = False
+    for _ in range(2):  # ended before anything is sent
+        open_one("wandb", tmp_path)
+    one, two = wandb.inits
+    assert one["id"] == two["id"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "wandb" in line
     assert "No API key configured." in line
@@ -120,7 +127,7 @@ def test_a_run_tells_its_trackers_everything(wandb: FakeWandb, tmp_path: Path, s
     assert [row["response"] for row in table] == [group["samples"][0]["response"] for group in step.groups]
     answers = [values["samples/eval"] for values in wandb.logged if "samples/eval" in values]
     assert [len(rows) for rows in answers] == [8, 8]  # of 10 problems
-    assert wandb.finished == 1
+    assert wandb.exit_codes == [0]
     keys = {key for event in read_jsonl(run / "timings.jsonl") for key in event}
     assert {"speed/tokens_per_second", "seconds/rollout"} <= keys
     assert [key for key in keys - {"step", "kind"} if not is_documented(key)] == []
