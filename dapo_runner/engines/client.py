@@ -98,7 +98,7 @@ class Server:
         except http.HTTPError as error:
             message = str(error)
             if error.status == 401:
-                message += f". {key_env or key_file(self.url)} must hold the key of `dapo serve`."
+                message += f". {key_env or key_file(self.url)} must hold the key of `dapo serve`"
             kind = RefusedError if error.status in (401, 403) else ServerError
             raise kind(message, error.status, error.waited) from None
 

@@ -155,10 +155,8 @@ def _checked(expected: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor
         if name not in expected:
             raise ValueError(f"update_weights: the engine's model has no parameter {name!r}")
         if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"update_weights: {name} must be {list(expected[name].shape)} like the engine's, got "
-                f"{list(tensor.shape)}"
-            )
+            wanted, got = list(expected[name].shape), list(tensor.shape)
+            raise ValueError(f"update_weights: {name} must be {wanted} like the engine's, got {got}")
         missing.discard(name)
         yield name, tensor
     if missing:

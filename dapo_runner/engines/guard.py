@@ -14,6 +14,8 @@ from typing import Any
 CLAIM, RELEASE = "/dapo/claim", "/dapo/release"
 RUN = "Dapo-Run"  # the header with a run's token
 LEASE = 15.0  # seconds that a claim lasts
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+SIZES += ["num_key_value_heads"]
 # The paths that change weights or affect requests in progress.
 OWNED = {
     *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"),
@@ -24,7 +26,7 @@ OWNED = {
 
 def model_facts(text_config: Any, dtype: str, float32_logits: bool, batch_invariant: bool) -> dict[str, Any]:
     """Return facts that server and trainer must agree on: model sizes from a transformers configuration, numerics."""
-    sizes = {name: getattr(text_config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    sizes = {name: size for name in SIZES if (size := getattr(text_config, name, None)) is not None}
     return sizes | {"dtype": dtype, "float32_logits": float32_logits, "batch_invariant": batch_invariant}
 
 
@@ -56,8 +58,9 @@ class Ownership:
 
     async def claim(self, claim: dict[str, Any], model: dict[str, Any], limits: dict[str, int]) -> str | None:
         """Assign a server of these facts to the run of ``claim``, or return why not. Waits for a killed run's lease."""
-        if claim["model"] != model:
-            return f"model.path and its numerics must match the server's, {model}, got {claim['model']}"
+        pairs = [(name, value, model.get(name, value)) for name, value in claim["model"].items()]
+        if differences := [f"{name} {value}, got {served}" for name, value, served in pairs if served != value]:
+            return f"model: expected {'; '.join(differences)}. Restart the server with this recipe."
         if any(limits[name] < needed for name, needed in claim["limits"].items()):
             return f"limits: expected at least {claim['limits']}, got {limits}. Restart the server with this recipe."
         n_claims = self.n_claims

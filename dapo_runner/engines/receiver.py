@@ -20,6 +20,8 @@ class Receiver:
 
     def load_weights_file(self, path: str, expected: str) -> None:
         """Load every parameter from a safetensors file. Raises ValueError if its checksum is not ``expected``."""
+        if not Path(path).parent.exists():  # vLLM sends this text to the trainer, without paths
+            raise ValueError("rollout.server.folder: a server does not see the trainer's folder. Set one for both")
         if str(checksum(Path(path))) != expected:
             raise ValueError(f"{path}: its checksum is not that of the file that was written")
         self.reload_weights(weights_iterator=iter(load_file(path).items()))

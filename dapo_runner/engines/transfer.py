@@ -134,10 +134,8 @@ class FileTransfer(Transfer):
         except (OSError, SafetensorError) as error:
             unfinished.unlink(missing_ok=True)
             gib = sum(tensor.nbytes for tensor in weights.values()) / 2**30
-            raise ConfigError(
-                f"rollout.server.folder: expected room for the new weights beside the last ones, {gib:.3g} GiB each, "
-                f"in {self.folder}: {error}"
-            ) from error
+            room = f"expected room for the new weights beside the last ones, {gib:.3g} GiB each, in {self.folder}"
+            raise ConfigError(f"rollout.server.folder: {room}: {error}") from error
         before = list(self.folder.glob("*.safetensors"))
         unfinished.replace(path)
         for old in before:

@@ -109,7 +109,7 @@ class FakeServer:
             worker: Any = SimpleNamespace(device=torch.device("meta"), reload_weights=self._reload)
             try:
                 Receiver.load_weights_file(worker, *body["args"])
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 return 500, {"error": str(error)}
         elif path == "/finish_weight_update":
             self.updating = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from fake_server import GENERATE, UPDATE, Answer, FakeServer
-from refusals import refused
+from refusals import naming, refused
 from safetensors.torch import load_file
 from served import PROMPTS, REQUESTS, Fleet, in_thread, is_trial, lost, moved, responses, wait_until
 
@@ -457,8 +458,9 @@ def test_servers_that_refuse_the_run_are_not_waited_for(fleet: Fleet, policy: Po
         fleet.open,
     ]
     for call in calls:  # `sync_timeout` is ten minutes
-        with refused("model.path", RolloutError):
+        with refused("rollout.server.urls", RolloutError, parts=["num_hidden_layers 2, got 99", "401"]) as caught:
             call()
+        assert not re.search(naming("rollout.server.sync_timeout"), str(caught.value))
     fleet[1].hooks.clear()
     wait_until(lambda: len(lost(engine)) == 1)
     fleet[1].kill()  # for this one they wait

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -15,12 +16,13 @@ from builders import file_size_limit, make_config
 from fake_nccl import MEET, UPDATE, SocketGroup, SocketTransfer, join
 from fake_server import UPDATE as FILE_UPDATE
 from fake_server import FakeServer
-from refusals import refused
+from refusals import naming, refused
 from served import REQUESTS, Fleet, lost, moved, responses, wait_until
 from small import Dapo, write_recipe
 
 from dapo_runner.engines.client import RolloutError, ServerError
 from dapo_runner.engines.guard import CLAIM, RELEASE
+from dapo_runner.engines.receiver import Receiver
 from dapo_runner.engines.server import TRANSFERS, ServerEngine
 from dapo_runner.engines.transfer import BLOCK, SHARED_MEMORY, FileTransfer, checksum
 from dapo_runner.http import run
@@ -46,6 +48,21 @@ def test_a_damaged_file_is_not_loaded(fleet: Fleet, policy: Policy) -> None:
     engine.update_weights(policy.named_weights())
     assert "checksum" in engine.notes[0]
     assert fleet[0].version == engine.transfer.version
+
+
+def test_a_server_that_does_not_see_the_trainers_folder_names_the_setting(fleet: Fleet, policy: Policy) -> None:
+    engine, hidden = fleet.open(1), iter([True])
+
+    def hide(body: dict[str, Any]) -> None:
+        if next(hidden, False):
+            body["args"][0] = f"/nowhere{body['args'][0]}"
+
+    fleet[0].hooks[FILE_UPDATE] = hide
+    engine.update_weights(policy.named_weights())
+    assert re.search(naming("rollout.server.folder"), engine.notes[0])
+    worker, path = Receiver(), engine.transfer.folder / "replaced by a newer version"
+    with pytest.raises(FileNotFoundError, match=path.name):
+        worker.load_weights_file(str(path), "1")
 
 
 def test_a_checksum_depends_on_the_order_of_bytes(tmp_path: Path) -> None:

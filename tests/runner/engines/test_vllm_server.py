@@ -247,7 +247,7 @@ def test_the_guard_of_a_real_server(
     facts = [model_facts(sizes, "float32", is_wide, batch_invariant=False) for is_wide in (False, True)]
     limits = server_limits(config.longest_sequence, config.rollout.max_batch_sequences, has_priorities=True)
     claims = [{"token": "another", "owner": "the other", "model": model, "limits": limits} for model in facts]
-    with pytest.raises(RefusedError, match=r"model\.path"):
+    with pytest.raises(RefusedError, match="float32_logits False, got True"):
         run(own.post(CLAIM, claims[0]))
     for name, limit in limits.items():
         with pytest.raises(RefusedError, match=name):
@@ -259,8 +259,10 @@ def test_the_guard_of_a_real_server(
     waited = open_over(config)  # for the end of the lease
     assert waited.generate(make_requests(prompts()[:1], SamplingParams(n=1, max_tokens=4)))
     file = next(waited.transfer.folder.glob("*.safetensors"))
-    with pytest.raises(ServerError, match="500"):
-        run(waited.pool.servers[0].post("/collective_rpc", {"method": "load_weights_file", "args": [str(file), "1"]}))
+    for path, reason in ((file, "checksum"), (tmp_path / "nowhere" / file.name, r"rollout\.server\.folder")):
+        load = {"method": "load_weights_file", "args": [str(path), "1"]}
+        with pytest.raises(ServerError, match=reason):
+            run(waited.pool.servers[0].post("/collective_rpc", load))
     waited.close()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with_another_key = Server(url, config.rollout.server, "another")
