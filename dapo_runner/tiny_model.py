@@ -59,6 +59,10 @@ def make_tokenizer(words: tuple[str, ...] = WORDS) -> Any:
     )
 
 
+def tiny_tokenizer(config: Config) -> Any:
+    return make_tokenizer((*WORDS, *TOOL_WORDS) if config.env is not None else WORDS)
+
+
 def make_model(config: TinyModelConfig, tokenizer: Any, max_positions: int) -> Any:
     """Return a Llama of the configured size with random weights, from torch's global generator."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -106,20 +110,15 @@ def with_repeats(solution: str, repeat: float, rng: random.Random) -> str:
 def check_tiny(config: Config) -> None:
     """Raise ConfigError for settings that the tiny model does not support."""
     if config.data.format != "arithmetic":
-        raise ConfigError(
-            "model.tiny: requires data.format=arithmetic, which its vocabulary is made for, got "
-            f"{config.data.format!r}. Set model.path to train a real model."
-        )
+        raise ConfigError(f"model.tiny: requires data.format=arithmetic, got {config.data.format}. Or set model.path.")
     if config.env is not None and not all(tool.endswith(":calculator") for tool in config.env.tools):
         raise ConfigError(f"env.tools: expected a tool named calculator with model.tiny, got {config.env.tools}")
     _check_characters("data.template", apply_template(config.data.prompt_template, ""))
     assert config.model.tiny is not None
     warmup, size = config.model.tiny.warmup, config.data.arithmetic.train_size
     if warmup.stop_at is not None and warmup.examples >= size:
-        raise ConfigError(
-            f"model.tiny.warmup.stop_at: expected fewer warm-up examples than data.arithmetic.train_size={size}, got "
-            f"{warmup.examples}. It is measured on the remaining problems."
-        )
+        few = f"expected fewer warm-up examples than data.arithmetic.train_size={size}, got {warmup.examples}"
+        raise ConfigError(f"model.tiny.warmup.stop_at: {few}. It is measured on the remaining problems.")
 
 
 MADE_HERE = set[Path]()  # models that this process has made
@@ -137,7 +136,7 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
             report(f"{folder} was warmed up on turns of {turns}. If you changed them, set another run.name.")
         return folder
     torch.manual_seed(config.run.seed)
-    tokenizer = make_tokenizer((*WORDS, *TOOL_WORDS) if config.env is not None else WORDS)
+    tokenizer = tiny_tokenizer(config)
     model = make_model(config.model.tiny, tokenizer, config.longest_sequence)
     warm_up(model, tokenizer, config, report)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -234,7 +233,5 @@ def turns_of_example(use: str, problem: ArithmeticProblem, rng: random.Random) -
 
 def _check_characters(source: str, text: str) -> None:
     if unknown := KNOWN.sub("", text):
-        raise ConfigError(
-            f"{source}: expected only characters of the tiny model's vocabulary, {''.join(WORDS)!r}, got {unknown!r} "
-            f"in {text!r:.200}. Set model.path to train a real model."
-        )
+        known = f"expected only characters that model.tiny knows, {''.join(WORDS)!r}"
+        raise ConfigError(f"{source}: {known}, got {unknown!r} in {text!r:.200}")

