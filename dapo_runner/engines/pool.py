@@ -130,7 +130,7 @@ class ServerPool:
     def explain_wait(self, waiting: str, reason: str = "") -> str:
         why = "; ".join(filter(None, [reason, *(str(server.error) for server in self.servers if server.error)]))
         if self.is_refused:
-            return f"rollout.server.urls: {waiting} for a server, and all {len(self.servers)} refuse this run: {why}"
+            return f"rollout.server.urls: {waiting} for a server, and each refuses this run: {why}"
         return (
             f"rollout.server.sync_timeout: {waiting} for a server, and none of {len(self.servers)} serves this run "
             f"({self.settings.sync_timeout:g} s): {why}. Start one with `dapo serve RECIPE`."
