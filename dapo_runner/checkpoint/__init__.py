@@ -16,9 +16,9 @@ no code: it uses safetensors, JSON and torch's weights-only unpickler. Any numbe
 
 from dapo_runner.checkpoint.files import Checkpoint, CheckpointError, find_checkpoints, latest_checkpoint
 from dapo_runner.checkpoint.saving import BackgroundSaves, load_checkpoint, save_checkpoint
-from dapo_runner.checkpoint.snapshot import take_snapshot
+from dapo_runner.checkpoint.snapshot import keeping_generators, take_snapshot
 
 __all__ = [
-    "BackgroundSaves", "Checkpoint", "CheckpointError", "find_checkpoints", "latest_checkpoint", "load_checkpoint",
-    "save_checkpoint", "take_snapshot",
+    "BackgroundSaves", "Checkpoint", "CheckpointError", "find_checkpoints", "keeping_generators", "latest_checkpoint",
+    "load_checkpoint", "save_checkpoint", "take_snapshot",
 ]  # fmt: skip

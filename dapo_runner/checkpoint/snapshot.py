@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +47,18 @@ def restore_snapshot(folder: Path, sampler: Stateful, scalers: list[GradScaler],
         if scale:  # else it was saved with another model.dtype
             scaler.load_state_dict(scale)
     generators = saved["rng"]
-    state = generators[world.rank if len(generators) == world.size else 0]
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    _set_rng_state(generators[world.rank if len(generators) == world.size else 0])
     return len(generators)
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Restore this rank's random generators at the end: what runs inside changes no later step."""
+    state = _rng_state()
+    try:
+        yield
+    finally:
+        _set_rng_state(state)
 
 
 def _rng_state() -> dict[str, Any]:
@@ -64,3 +70,12 @@ def _rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

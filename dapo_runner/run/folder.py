@@ -81,7 +81,7 @@ class Change(NamedTuple):
 def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
     """Return the configuration of the last start, with defaults for settings added since. Raises ConfigError."""
     raw = read_recipe(path := folder / CONFIG_FILE)
-    if (found := Config if "reward" in raw else SftConfig) is not kind:
+    if raw and (found := Config if "reward" in raw else SftConfig) is not kind:
         wanted, got = ("train" if one is Config else "sft" for one in (kind, found))
         raise ConfigError(f"{folder}: expected a run of dapo {wanted}, found one of dapo {got}")
     try:

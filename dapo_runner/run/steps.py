@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.losses import pair_metrics, pair_sequences
 from dapo_runner.algorithms.segments import segment_metrics, tree_segments
-from dapo_runner.checkpoint import take_snapshot
+from dapo_runner.checkpoint import keeping_generators, take_snapshot
 from dapo_runner.data.dataset import Dataset
 from dapo_runner.evaluate import evaluate
 from dapo_runner.interrupt import StepAbandonedError, StopRequest
@@ -217,14 +217,13 @@ class Run(TrainingRun):
     def evaluate(self, step: int) -> None:
         if not self.dataset.heldout:
             return
-        with self.clock.phase("evaluate"):
+        with self.clock.phase("evaluate"), keeping_generators():
             score, episodes = self.score.unshaped(), self.worker.episodes and self.worker.episodes.uncounted()
             worker = replace(self.worker, score=score, tree=None, episodes=episodes, clock=StepClock())
             self.stop.expect_step(math.inf)  # a step that is trained is saved before a kill; a resume evaluates it
             found = worker.run_on_rank0(lambda: evaluate(worker.generate, self.dataset.heldout, self.config))
             groups, metrics = found or ([], {})  # on rank 0
             self.write(lambda log: log.evaluation(step, prefixed("eval", metrics), groups))
-            self.snapshot = take_snapshot(self.sampler)  # a resume does not evaluate again
             figures = self.world.broadcast_from_rank0(lambda: metrics)
         self.early_stop.observe(step, prefixed("eval", figures))
         self.progress.evaluation(step, figures)

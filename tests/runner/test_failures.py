@@ -152,13 +152,16 @@ def noisy(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
     return [float(len(one.text) % 2) + random.random() for one in completions]
 
 
-def test_a_resume_goes_on_with_the_generators_behind_the_evaluation(start: Path, tmp_path: Path) -> None:
+def test_an_evaluation_changes_no_later_step(start: Path, tmp_path: Path) -> None:
     def config(name: str) -> Config:
         return rare(tmp_path, start, run={"name": name, "save_every": 2}, reward={"kind": "test_failures:noisy"})
 
     whole = train(config("whole"), Notes())
-    with pytest.raises(LostError):
-        train(config("lost"), AtPhase("save", 1, send))  # after the evaluation
+    with pytest.raises(KeyboardInterrupt):
+        train(config("lost"), AtPhase("rollout", 2, lambda: send(SIGINT)))  # saved without the evaluation
+    for phase in ("rollout", "save"):  # the first time right after the evaluation, which no checkpoint is behind
+        with pytest.raises(LostError):
+            train(config("lost"), AtPhase(phase, 1, send))
     again = train(config("lost"), Notes())
     assert (again / METRICS_FILE).read_bytes() == (whole / METRICS_FILE).read_bytes()
 

@@ -24,7 +24,7 @@ from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_re
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
 from dapo_runner.config import Config, ConfigError, dump_config, load_config
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl
+from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl, to_jsonl
 from dapo_runner.logging.metrics import METRICS_FILE, before_and_after
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
@@ -223,6 +223,12 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, st
         }
     assert steps_of(run, "train/lr") == [5e-4, 1e-3, 1e-4]
     assert load_config(run / "config.yaml").optimizer.lr == 1e-4
+    atomic_write(run / METRICS_FILE, to_jsonl(event for event in read_jsonl(run / METRICS_FILE) if event["step"] < 3))
+    train(changed, notes := Notes())
+    assert sum("ends at step 2: " in line for line in notes.lines) == 1
+    (run / "config.yaml").write_text("")
+    with refused("model", parts=["config.yaml"]):
+        train(changed, Notes())
 
 
 @pytest.mark.parametrize(
