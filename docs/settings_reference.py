@@ -80,11 +80,12 @@ def _row(key: str, name: str, section: type[Section], command: str) -> str:
     is_section = section_of(field) is not None
     if is_section and not meanings(section)[name] and type(None) not in get_args(field.annotation):
         return ""
-    default = spell(field.get_default(call_default_factory=True))
-    default = "required" if field.is_required() else f"`{default}`" if len(default) < 60 else "a longer text"
+    default = "" if is_section and field.default else spell(field.get_default(call_default_factory=True))
+    default = "required" if field.is_required() else f"`{default}`" if 0 < len(default) < 60 else default and "a longer text"
     requires = [f"`{text[1:]}` unset" if text.startswith("!") else f"`{text}`" for text in conditions_of(section, name)]
     dotted = f"{key}.{field.alias or name}".lstrip(".")
-    kind = "section" if is_section else _name_of(field.annotation)
+    several = "s" if get_origin(field.annotation) in (dict, list) else ""
+    kind = f"section{several}" if is_section else _name_of(field.annotation)
     meaning = meanings(section)[name] + (set_by(dotted) if command == "dapo train" else "")
     return _cells(f"`{dotted}`", kind, default, meaning, ", ".join(requires))
 

@@ -69,7 +69,9 @@ def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
 
 def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     """Return the configuration of a run, and the model of its newest checkpoint or of the checkpoint ``folder``."""
-    folder = folder.absolute() if folder.absolute().parent.name == CHECKPOINTS else folder.resolve()
+    folder = folder.absolute()
+    if folder.parent.name != CHECKPOINTS:  # maybe a link to a checkpoint
+        folder = folder.resolve()
     is_checkpoint = folder.parent.name == CHECKPOINTS
     run = folder.parent.parent if is_checkpoint else folder
     if not (run / CONFIG_FILE).is_file():

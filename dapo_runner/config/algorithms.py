@@ -1,7 +1,7 @@
 """The settings of `algorithm: NAME`: one row per algorithm, with the values that its paper trains with.
 
 A row sets the objective (clip values, KL and aggregation come from dapo_kernels.OBJECTIVES), the advantage, group
-filtering and the length penalty, the rewards if the paper fixes them, and one update per step for on-policy algorithms.
+filtering and the length penalty, the rewards if the paper fixes them, and the mini-batch size of on-policy ones.
 It does not set sizes, lengths and learning rates. A recipe overrides its row. docs/algorithms.md describes the rows.
 """
 

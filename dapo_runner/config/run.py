@@ -87,7 +87,7 @@ class LoggingConfig(Section):
     requires = {"rollout.group_size": "rollouts"}  # dapo sft has no rollouts
 
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live in a terminal, else plain
-    rollouts: RolloutLogConfig = RolloutLogConfig()  # responses kept for `dapo show`
+    rollouts: RolloutLogConfig = RolloutLogConfig()
     # trackers that also receive the metrics
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     project: str = "dapo"  # project in the trackers; for MLflow the experiment

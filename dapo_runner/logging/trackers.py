@@ -32,7 +32,7 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 class Trackers:
-    """All trackers of a run. A resumed run continues with the same ids, and no tracker keeps a step twice."""
+    """All trackers of a run. A resumed run continues with the same ids."""
 
     def __init__(
         self, config: Config | SftConfig, first_step: int, note: Callable[[str], None], is_resumed: bool
@@ -72,7 +72,7 @@ class Trackers:
 
     def close(self, error: BaseException | None = None) -> None:
         for name in list(self.trackers):
-            self._call(name, lambda tracker: _finish(tracker, failed=error is not None))
+            self._call(name, lambda tracker: _finish(tracker, failed=isinstance(error, Exception)))
 
     def _send(self, step: int, kind: str, send: Callable[[Any], None]) -> None:
         for name in list(self.trackers):

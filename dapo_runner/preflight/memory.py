@@ -24,8 +24,8 @@ SENT = "weights for the servers"  # rank 0's copy if they are sent by NCCL
 BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # in all phases; not part of a simulation
 FLOAT32 = 4  # bytes per value of master weights, gradients and AdamW moments
 GPU_MEMORY = int(79.1 * 2**30)  # bytes that torch reports for an A100 or H100 of 80 GB
-ENGINE, ASLEEP = "engine's weights", "weights of the sleeping engine"
-JUDGE, COPIES = "judge's weights", "copies for checkpoints"  # on the GPU only while it judges; with run.async_save
+ENGINE, ASLEEP = "engine's weights", "weights of the engine (rollout.vllm.sleep)"
+JUDGE, COPIES = "judge's weights", "copies of run.async_save"  # a judge is on the GPU only while it judges
 _SIZES = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
 _SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
 _NEEDED = {"num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
@@ -96,7 +96,7 @@ def model_values(model: ModelConfig) -> dict[str, Any] | None:
     path = local_file(model.path or "", "config.json")
     if path is None:
         return PUBLISHED.get(model.path or "")
-    with loading("model.path", "a configuration", path):
+    with loading("config.json", "a configuration", path):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found.get("model_type") in CONFIG_MAPPING:  # its class has the defaults of values that the file leaves out
             return AutoConfig.for_model(**found).get_text_config(decoder=True).to_dict()
@@ -114,18 +114,19 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     shards, positions = -(-gpus // config.parallel.replicate), largest_micro_batch(config) / config.parallel.sequence
     reference = _parameters_of(config.reference_path, shape)
     has_masters, wide = gpus == 1 and (size != FLOAT32 or config.optimizer.offload), config.model.float32_logits
-    states, is_offloaded = _states(config, shape), config.optimizer.offload and _on_gpus(config)
+    states = {CRITIC: 0.0} if config.optimizer.offload and _on_gpus(config) else _states(config, shape)
+    critic = _critic_parameters(config, shape) * size if has_masters else 0
     chunk = DEFAULT_DEVICE_CHUNK_BYTES if _on_gpus(config) else DEFAULT_CHUNK_BYTES
     terms = {
         # With several GPUs, shards are float32 and gathered in dtype. One GPU keeps weights in dtype and in float32.
         "weights": (frozen + trained * (FLOAT32 if gpus > 1 else size)) / shards,
-        **({} if is_offloaded else states),
+        **states,
         "gathered for a pass": _gathered(shape, size) if gpus > 1 else 0,
         "activations of a micro-batch": positions * _activations(config, shape) * size,
         "logits of a chunk": min(chunk, positions * shape.vocabulary * (FLOAT32 if wide else size)),
         "reference weights": reference * size / shards if config.loads_reference else 0,
         JUDGE: _judge(config),
-        CRITIC: states[CRITIC] * ((0 if is_offloaded else 1) + (size / 12 if has_masters else 0)),
+        CRITIC: states[CRITIC] + critic,
     }
     if config.rollout.engine_spec.is_remote:
         terms[SENT] = whole if config.rollout.server.transfer == "nccl" else 0
@@ -143,7 +144,7 @@ def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     terms = dict(states) if config.optimizer.offload else {}
     if config.model.gradient_checkpointing == "offload":
         positions = largest_micro_batch(config) // config.parallel.sequence
-        terms["layer inputs"] = positions * shape.layers * shape.hidden * size
+        terms["layer inputs (model.gradient_checkpointing)"] = positions * shape.layers * shape.hidden * size
     if engine_class(config).takes_adapters(config) and config.rollout.vllm.sleep:
         terms[ASLEEP] = shape.parameters * size / config.parallel.rollout_tensor
     terms[JUDGE] = _judge(config)
@@ -188,13 +189,12 @@ def _states(config: Config, shape: ModelShape) -> dict[str, float]:
     lora, gpus, is_rounded = config.model.lora, config.parallel.gpus, BYTES[config.model.dtype] != FLOAT32
     trained = (shape.parameters if lora is None else shape.adapter_parameters(lora)) * FLOAT32
     shards, keeps_average = -(-gpus // config.parallel.replicate), is_rounded and config.loss.reference_ema is not None
-    critic = 0 if config.critic is None else _parameters_of(config.critic.path, shape)
     return {
         "float32 masters": trained if gpus == 1 and (is_rounded or config.optimizer.offload) else 0,
         "gradients": trained / shards,
         "AdamW moments": 2 * trained / shards,
         "reference's float32 average": shape.parameters * FLOAT32 / shards if keeps_average else 0,
-        CRITIC: 3 * FLOAT32 * critic / shards,  # its gradients and activations reuse the policy's memory
+        CRITIC: 3 * FLOAT32 * _critic_parameters(config, shape) / shards,
     }
 
 
@@ -214,6 +214,11 @@ def _activations(config: Config, shape: ModelShape) -> int:
     layer += 5 * (shape.attention + shape.key_value)  # with norms of queries and keys; 2 to 3 without
     inputs = 0 if way == "offload" and _on_gpus(config) else shape.layers * shape.hidden
     return inputs + layer if way else shape.layers * layer
+
+
+def _critic_parameters(config: Config, policy: ModelShape) -> int:
+    """Return the parameters of a critic. Its gradients and activations reuse the policy's memory."""
+    return 0 if config.critic is None else _parameters_of(config.critic.path, policy)
 
 
 def _judge(config: Config) -> int:

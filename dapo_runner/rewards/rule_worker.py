@@ -31,12 +31,14 @@ GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)"
 UNIT = r"(?!-?[\d.,]+ [A-Zm](?:\^\d)?\Z)"
 BARE = re.compile(UNIT + r"(?:[\d\s+*/^_=<>!|.,;:()[\]{}'π-]|(?i:(?<![a-z])[a-z](?![a-z])|\\(?:[a-z]++|[,!:; {}])))++")
 MIXED = re.compile(r"(?<![\w.,/^}])(\d+)(?: |\\,)(\d+)/(\d+)(?![\d/])")  # 1 1/2
-# Language and content of a block. It also ends where another block could begin, so that the time is linear.
+# Language and content of a block. It also ends where another one begins or could begin: so the time is linear.
 INFO = r"(?:(?<!`)[ \t][^\n`]*|[ \t]*)\r?"
-FENCED = re.compile(rf"(?s)```([\w+#.-]*){INFO}\n(.*?)(?:(?<=\n)[ \t]*```|```(?=[\w+#.-]*{INFO}(?:\n|\Z)))")
+ENDS = rf"(?<=\n)[ \t]*(?:(?=```[\w+#.-]+{INFO}\n)|```)|```(?=[\w+#.-]*{INFO}(?:\n|\Z))"
+FENCED = re.compile(rf"(?s)```([\w+#.-]*){INFO}\n(.*?)(?:{ENDS})")
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 load_code = lru_cache(runpy.run_path)
 SCORE_SECONDS = 3600  # of CPU time; the timeout of a request is much shorter
+FORMATS = ("date", "email", "ipv4", "ipv6", "regex", "uuid")  # those that need no further package
 # What an evaluated answer may name, beside single letters. sympy imports itself.
 NAMES = "sympy Integer Float Rational Symbol Function pi sqrt exp log sin cos tan asin acos atan sinh cosh tanh"
 
@@ -90,7 +92,7 @@ def plain_numbers(text: str) -> str:
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:
-    """Validate the last block of JSON in a text, else the last one without a language, else the text, with a schema."""
+    """Validate the last block of JSON, else the last one without a language, else the text before a fence."""
     validator = json_validator(answer)
     blocks = {bool(language): block for language, block in FENCED.findall(text) if language.lower() in ("", "json")}
     content = blocks.get(True, blocks.get(False, text.partition("\n```")[0]))
@@ -113,6 +115,7 @@ def finite(text: str) -> float:
 @lru_cache(maxsize=1024)
 def json_validator(schema: str) -> Any:
     """Return the validator of a schema. It fetches nothing. Raises RefusedError, also for a reference to nothing."""
+    from jsonschema import FormatChecker
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
     from referencing.jsonschema import specification_with
@@ -135,7 +138,7 @@ def json_validator(schema: str) -> Any:
             schemas += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
     except Exception as error:
         raise RefusedError(f"{schema[:80]!r}: {str(error).splitlines()[0]}") from error
-    return kind(content, registry=REGISTRY, format_checker=kind.FORMAT_CHECKER)
+    return kind(content, registry=REGISTRY, format_checker=FormatChecker(FORMATS))
 
 
 def judge_reasoning_gym(text: str, answer: str) -> dict[str, Any]:

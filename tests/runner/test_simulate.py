@@ -19,6 +19,7 @@ from dapo_runner.config import Config, ModelConfig, load_config
 from dapo_runner.parallel.sharding import add_up_over_replicas, local, whole_until_backward
 from dapo_runner.policy.model import load_policy
 from dapo_runner.preflight.memory import (
+    ASLEEP,
     GPU_MEMORY,
     PUBLISHED,
     ModelShape,
@@ -135,7 +136,7 @@ def test_a_small_mini_batch_does_not_fill_the_token_budget(tmp_path: Path) -> No
     offloads = config.model_copy(
         update={"model": config.model.model_copy(update={"gradient_checkpointing": "offload"})}
     )
-    assert host_estimate(offloads, shape)["layer inputs"] == n * shape.hidden * 2
+    assert host_estimate(offloads, shape)["layer inputs (model.gradient_checkpointing)"] == n * shape.hidden * 2
 
 
 @pytest.mark.ranks
@@ -146,7 +147,7 @@ def test_adapters_on_one_gpu(tmp_path: Path) -> None:
     trained = shape.adapter_parameters(config.model.lora)
     inputs = 4 * 20480 * shape.hidden  # what checkpointing may keep of the first layer: its input and the gradient
     assert 0 <= found.held - (2 * shape.parameters + 14 * trained) < 1.1 * inputs
-    assert host_estimate(config, shape) == {"weights of the sleeping engine": 2 * shape.parameters}
+    assert host_estimate(config, shape) == {ASLEEP: 2 * shape.parameters}
     assert found.host == pytest.approx(2 * shape.parameters, rel=1e-3)
     awake = load_config(LORA, [four_layers, "rollout.vllm.sleep=false"])
     assert phase_estimate(awake, memory_estimate(awake, shape))["update"] > int(0.7 * GPU_MEMORY)

@@ -32,6 +32,7 @@ from dapo_runner.config import (
 from dapo_runner.config.reading import every_key, may_change, section_of
 from dapo_runner.config.section import Section, conditions_of, spell
 from dapo_runner.errors import ConfigError
+from dapo_runner.preflight import memory
 from dapo_runner.preflight.dry_run import summarize
 from dapo_runner.preflight.memory import ModelShape, host_estimate, memory_estimate, model_shape, phase_estimate
 from dapo_runner.run.folder import is_among
@@ -226,7 +227,7 @@ def test_sizes_of_an_unknown_kind_are_unknown(others: dict[str, Any], tmp_path: 
     assert "unknown" in summarize(make_config(model={"tiny": None, "path": str(tmp_path)}))["memory"]
 
 
-def test_the_memory_of_a_cpu_is_compared_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_cpu_is_compared_with_this_machine() -> None:
     policy = {"tiny": None, "path": "Qwen/Qwen3-8B-Base", "dtype": "float32"}
     for device, is_compared in (("cpu", True), ("cuda", False)):
         text = summarize(make_config(model=policy, run={"device": device}))["memory"]
@@ -260,7 +261,7 @@ def test_memory_of_a_judge_and_of_a_machine(tmp_path: Path) -> None:
     assert [
         with_judge - without for with_judge, without in zip(*(phase.values() for phase in phases), strict=True)
     ] == [*(0, 2 * judged.parameters)]
-    on_host = {"weights of the sleeping engine": 4 * shape.parameters, "judge's weights": 4 * judged.parameters}
+    on_host = {memory.ASLEEP: 4 * shape.parameters, "judge's weights": 4 * judged.parameters}
     assert host_estimate(config, shape) == on_host
     other = config.model_copy(update={"reward": RewardConfig(kind="judge", judge=JudgeConfig(model="own/judge"))})
     assert summarize(other)["  own/judge"] == "unknown, not counted"
@@ -280,7 +281,7 @@ def test_background_saves_take_memory_of_the_machine(overrides: dict[str, Any], 
     config = make_config(model=policy, run={"device": "cuda", "async_save": True}, **overrides)
     shape = model_shape(config.model)
     assert shape is not None
-    assert host_estimate(config, shape)["copies for checkpoints"] == pytest.approx(bytes_each * shape.parameters)
+    assert host_estimate(config, shape)[memory.COPIES] == pytest.approx(bytes_each * shape.parameters)
 
 
 def test_memory_counts_a_critic_and_a_reference() -> None:

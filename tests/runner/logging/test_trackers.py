@@ -80,13 +80,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 
 def test_wandb_keeps_its_id_and_gets_finite_figures_once_per_start(wandb: FakeWandb, tmp_path: Path) -> None:
-    for steps in ((1, 2), (2, 3)):  # the second time is a resume after step 1
+    for steps, error in (((1, 2), RunError()), ((2, 3), KeyboardInterrupt())):  # with a resume
         trackers = open_one("wandb", tmp_path, steps[0])
         for step in steps:
             trackers.write(step, "step", {"train/loss": 0.5, "eval/avg@2": 1, "bad": float("nan")})
             trackers.write(step, "seconds", {"seconds/rollout": 2.0})
             trackers.write(step, "seconds", {"seconds/rollout": 2.0})
-        trackers.close(RunError() if steps[0] == 1 else None)
+        trackers.close(error)  # only the first one is a failure
     figures = [values for values in wandb.logged if "train/loss" in values]
     assert figures == [{"train/loss": 0.5, "eval/avg_at_2": 1.0, "step": step} for step in (1, 2, 2, 3)]
     assert [values["step"] for values in wandb.logged if "seconds/rollout" in values] == [1, 2, 2, 3]

@@ -99,6 +99,8 @@ PROGRAMS = [
     (HONEST, TESTS, True),
     (f"First\n```python\ndef f(x): return 0\n```\nbetter\n```py\n{HONEST}\n```", TESTS, True),
     (f"```bash\nls\n```\nNow\n```Python3\r\n{HONEST}\n```\nprints\n```\n3\n```\nor\n```c++ -O\n4\n```", TESTS, True),
+    (f"First\n```python\ndef f(x): return 0``` is wrong.\nBetter:\n```python\n{HONEST}\n```", TESTS, True),
+    (f"First\n```python\ndef f(x): return 0\nBetter:\n```python\n{HONEST}\n```", TESTS, True),
     (f"1. So:\n   ```python\n   {HONEST}\n   ```", TESTS, True),
     (HONEST + "\ns = '''a\n   \nb'''", "assert len(s) == 7", True),
     (f"{HONEST}\n```\n\nThis continues a block of the prompt.", TESTS, True),
