@@ -1,4 +1,4 @@
-"""Pack sequences of any length end to end into micro-batches of at most ``token_budget`` positions.
+"""Pack sequences of any length end to end into micro-batches of at most ``token_budget`` positions, and share work.
 
 Best-fit decreasing: sequences are placed from longest to shortest, each where it leaves the least room. This takes at
 most 11/9 of the minimal number of micro-batches. Nothing is truncated or padded. A gradient does not depend on the
@@ -8,11 +8,11 @@ packing if the loss is divided by the token count of the whole mini-batch (`coun
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.types import PackedBatch, TrainingSequence, TruncatedSupport
 
 Unit = list[tuple[int, TrainingSequence]]  # sequences that stay together, with their ids
@@ -49,6 +49,26 @@ def pack_shares(
     for share in shares:
         share += [[] for _ in range(most - len(share))]
     return [[lay_out(bin_, first_id + len(sequences), multiple) for bin_ in share] for share in shares]
+
+
+def spread(costs: Sequence[float], n: int) -> list[list[int]]:
+    """Distribute the indices of ``costs`` over ``n`` workers: largest first, each to the least loaded worker. The
+    maximum load is at most 4/3 of the optimum. The indices of a worker are sorted.
+    """
+    loads = [(0.0, worker) for worker in range(n)]
+    shares: list[list[int]] = [[] for _ in range(n)]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        load, worker = heapq.heappop(loads)
+        shares[worker].append(index)
+        heapq.heappush(loads, (load + costs[index], worker))
+    return [sorted(share) for share in shares]
+
+
+def sequence_cost(length: int, hidden_size: int) -> float:
+    """Return the cost of a forward and backward pass, in units of one position of a short sequence. With length =
+    12 · hidden_size causal attention costs as much as all matrix products of a layer.
+    """
+    return length + length**2 / (12 * hidden_size)
 
 
 def _fill_bins(units: Sequence[Unit], token_budget: int) -> list[Unit]:

@@ -1,1 +1,1 @@
-"""Run on several processes: ranks and their communication, sharded weights, sequence parallelism, load balancing."""
+"""Run on several processes: ranks and their communication, sharded weights, sequence parallelism."""

@@ -12,10 +12,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
+from dapo_runner.algorithms.packing import spread
 from dapo_runner.config import Config, TreeShape
 from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.interrupt import StepAbandonedError, StopRequest
-from dapo_runner.parallel.balance import spread
 from dapo_runner.parallel.world import SINGLE_PROCESS, Outcome, World
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner

@@ -30,13 +30,13 @@ from refusals import refused
 from small import Notes
 from torch.distributed import distributed_c10d
 
+from dapo_runner.algorithms.packing import sequence_cost, spread
 from dapo_runner.commands.output import share_warnings
 from dapo_runner.config import Config
 from dapo_runner.engines.client import RolloutError
 from dapo_runner.engines.engine import RolloutEngine
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.parallel import watch
-from dapo_runner.parallel.balance import sequence_cost, spread
 from dapo_runner.parallel.ulysses import heads_from_positions, positions_from_heads
 from dapo_runner.parallel.watch import RankLostError, Watch
 from dapo_runner.parallel.world import Layout, RankError, World, make_layout, open_world
