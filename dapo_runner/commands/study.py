@@ -22,9 +22,8 @@ from dapo_runner.preflight.dry_run import departures
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.run.folder import lock_folder
 from dapo_runner.tools.study.page import check_page, write_page
-from dapo_runner.tools.study.plan import StudyRun, is_finished, plan_runs, plan_starts
 from dapo_runner.tools.study.results import read_result
-from dapo_runner.tools.study.runs import Failure, carry_out, make_start
+from dapo_runner.tools.study.runs import Failure, StudyRun, carry_out, is_finished, make_start, plan_runs, plan_starts
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ from dapo_runner.config import StudyConfig, VariantConfig, flatten
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
-from dapo_runner.tools.study.plan import overrides_of
 from dapo_runner.tools.study.results import (
     TAIL,
     Estimate,
@@ -25,7 +24,7 @@ from dapo_runner.tools.study.results import (
     load_results,
     paired_test,
 )
-from dapo_runner.tools.study.runs import Failure
+from dapo_runner.tools.study.runs import Failure, overrides_of
 
 PAGE, VALUES = "study.md", "study.json"
 NONE = "–"

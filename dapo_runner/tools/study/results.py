@@ -19,7 +19,7 @@ from dapo_runner.logging.curves import Points, collect
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE
 from dapo_runner.run.early_stop import early_stop_metric
 from dapo_runner.timing import seconds_by_phase
-from dapo_runner.tools.study.plan import StudyRun
+from dapo_runner.tools.study.runs import StudyRun
 
 Series = tuple[list[float], list[float]]
 """Positions on an axis, and the values there."""

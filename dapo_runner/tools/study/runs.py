@@ -1,25 +1,148 @@
-"""Run a study: several `dapo train` processes at the same time. A failed run does not affect the others."""
+"""The runs of a study: plan them, find which are finished, and start the others, several `dapo train` at the same time.
+
+A failed run does not affect the others.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dapo_runner.config import Config, dump_config
+from dapo_runner.config import Config, dump_config, flatten, lay_settings, load_config, parse, read_recipe
+from dapo_runner.config.commands import StudyConfig, VariantConfig
+from dapo_runner.errors import ConfigError
+from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import end_with_parent
+from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.versions import environment
+from dapo_runner.run.early_stop import last_step
+from dapo_runner.run.folder import changes_between, check_same_run, is_among, settings_of
 from dapo_runner.tiny_model import ensure_tiny_model
-from dapo_runner.tools.study.plan import StudyRun, is_finished
 
+OF_START = ("model.path", "model.tiny")
+OF_STUDY = ("run.seed", "run.name", "run.output_dir", "run.threads")  # from its seeds, names, output_dir and threads
+MAKE_START = (*OF_START, "run.seed", "data", "rollout", "reward")  # settings that affect the warm-up
+LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging")  # may change
 POLL = 0.2  # seconds
 GRACE = 60.0  # seconds for runs to save their step when the study is interrupted
+
+
+class StudyRun(NamedTuple):
+    """One variant with one seed, in its own folder."""
+
+    variant: str
+    seed: int
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def recipe(self) -> Path:
+        """The configuration file with which it is started."""
+        return self.folder.with_suffix(".yaml")
+
+    @property
+    def log(self) -> Path:
+        """The file with its console output."""
+        return self.folder.with_suffix(".log")
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "dapo_runner", "train", str(self.recipe)]
+
+    @property
+    def made_with(self) -> str:
+        """Machine, versions and commit of its last start; empty if a study did not start it."""
+        first, *_ = self.recipe.read_text(encoding="utf-8").split("\n") if self.recipe.is_file() else [""]
+        return first.removeprefix("# ") if first.startswith("# ") else ""
+
+
+def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
+    """Return the runs of every variant and seed, all variants of a seed before the next seed.
+
+    Raises ConfigError that names the variant.
+    """
+    given = [("overrides", study.overrides), *((variant.name, variant.overrides) for variant in study.variants)]
+    if taken := [f"{name}: expected no {key}" for name, keys in given for key in flatten(keys) if key in OF_STUDY]:
+        raise ConfigError(f"{taken[0]}. Set the study's own seeds, name, output_dir or threads.")
+    raw, runs = lay_settings(read_recipe(base), study.overrides), []
+    for seed in study.seeds:
+        for variant in study.variants:
+            overrides = overrides_of(study, variant)
+            if study.start != "each":
+                if key := next((key for key in flatten(overrides) if is_among(key, OF_START)), ""):
+                    raise ConfigError(f"{variant.name}: {key}: must be in the study's overrides with start=per_seed")
+                start = str(_start_of(study, seed))
+                overrides = lay_settings(overrides, {"model": {"tiny": None, "path": start}})
+            folder = str(study.folder_of_runs / "runs" / variant.name)
+            run_settings = {"seed": seed, "name": f"seed_{seed}", "output_dir": folder, "threads": study.threads}
+            try:
+                config = parse(lay_settings(lay_settings(raw, overrides), {"run": run_settings}), Config)
+            except ConfigError as error:
+                raise ConfigError("\n".join(f"{variant.name}: {line}" for line in str(error).splitlines())) from error
+            runs.append(StudyRun(variant.name, seed, config))
+    return runs
+
+
+def plan_starts(study: StudyConfig, base: Path) -> dict[Path, Config]:
+    """Return the configurations of shared start models that do not exist yet, by folder.
+
+    Raises ConfigError, also if one exists that was made with other settings.
+    """
+    starts = dict[Path, Config]()
+    for seed in study.seeds if study.start != "each" else ():
+        folder = _start_of(study, seed)
+        raw = lay_settings(read_recipe(base), study.overrides)
+        config = parse(lay_settings(raw, {"run": {"seed": seed, "threads": study.threads}}), Config)
+        if config.model.tiny is None:
+            raise ConfigError(f"start: expected 'each' where the base has no model.tiny, got {study.start!r}")
+        if not folder.exists():
+            starts[folder] = config
+        elif (recipe := folder.with_suffix(".yaml")).is_file():
+            changes = changes_between(settings_of(load_config(recipe)), settings_of(config))
+            if other := [str(change) for change in changes if is_among(change.key, MAKE_START)]:
+                raise _holds(folder, f"a model that was made with other settings ({'; '.join(other)})")
+    return starts
+
+
+def _start_of(study: StudyConfig, seed: int) -> Path:
+    return study.folder_of_runs / "start" / f"seed_{seed}"
+
+
+def overrides_of(study: StudyConfig, variant: VariantConfig) -> dict[str, Any]:
+    """Return the overrides of a variant on top of those of the variant that it extends."""
+    if variant.over is None:
+        return lay_settings({}, variant.overrides)
+    below = next(other for other in study.variants if other.name == variant.over)
+    return lay_settings(overrides_of(study, below), variant.overrides)
+
+
+def is_finished(run: StudyRun) -> bool:
+    """Return whether the run has ended, evaluation included. Raises ConfigError if its folder has another run."""
+    if not (run.folder / METRICS_FILE).is_file():
+        return False
+    other = [str(change) for change in check_same_run(run.config, run.folder) if not is_among(change.key, LONGER)]
+    if other:  # a run may resume with these changes, but must not be compared
+        raise _holds(run.folder, f"a run with another configuration ({'; '.join(other)})")
+    events = read_jsonl(run.folder / METRICS_FILE)
+    end = last_step(run.config, events)
+    if end is not None and (further := events[-1]["step"]) > end:
+        raise _holds(run.folder, f"a run of {further} steps, which would end after {end} now")
+    return any(event["kind"] == "eval" and event["step"] == end for event in events)
+
+
+def _holds(folder: Path, what: str) -> ConfigError:
+    return ConfigError(f"{folder}: expected this run, got {what}. Choose another name, or remove the folder.")
 
 
 class Failure(NamedTuple):

@@ -38,9 +38,8 @@ from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study import runs as study_runs
 from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
 from dapo_runner.tools.study.page import write_page
-from dapo_runner.tools.study.plan import StudyRun, is_finished, overrides_of, plan_runs, plan_starts
 from dapo_runner.tools.study.results import Estimate, by_variant, estimate, holm, paired_test, read_result
-from dapo_runner.tools.study.runs import Failure
+from dapo_runner.tools.study.runs import Failure, StudyRun, is_finished, overrides_of, plan_runs, plan_starts
 
 ROOT = Path(__file__).parents[4]
 VARIANTS = [
