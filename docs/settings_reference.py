@@ -81,7 +81,8 @@ def _row(key: str, name: str, section: type[Section], command: str) -> str:
     if is_section and not meanings(section)[name] and type(None) not in get_args(field.annotation):
         return ""
     default = "" if is_section and field.default else spell(field.get_default(call_default_factory=True))
-    default = "required" if field.is_required() else f"`{default}`" if 0 < len(default) < 60 else default and "a longer text"
+    default = "required" if field.is_required() else f"`{default}`" if len(default) < 60 else "a longer text"
+    default = default if default != "``" else ""
     requires = [f"`{text[1:]}` unset" if text.startswith("!") else f"`{text}`" for text in conditions_of(section, name)]
     dotted = f"{key}.{field.alias or name}".lstrip(".")
     several = "s" if get_origin(field.annotation) in (dict, list) else ""
