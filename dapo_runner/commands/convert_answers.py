@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dapo_runner.commands.output import quiet_libraries
 from dapo_runner.config import ConvertConfig, apply_overrides, parse
-from dapo_runner.tools.convert.run import beside, convert_answers
+from dapo_runner.tools.convert import beside, convert_answers
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

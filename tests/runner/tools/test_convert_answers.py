@@ -15,7 +15,7 @@ from small import Dapo
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.data.reading import read_problems
 from dapo_runner.files import read_jsonl
-from dapo_runner.tools.convert.rules import RejectedError, Reply, as_integer, check, read_reply, request
+from dapo_runner.tools.convert import RejectedError, Reply, as_integer, check, read_reply, request
 
 CIRCLE = "Let x and y be real numbers such that x^2+y^2-22x-16y+113=0. Determine the smallest possible value of x."
 ASKED = "The original answer is in the form $k-m\\sqrt{n}$, where k, m and n are integers. Please find k + m + n."

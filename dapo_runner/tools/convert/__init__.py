@@ -1,1 +1,0 @@
-"""Rewrite problems so that their answers are integers (DAPO, Appendix A)."""
