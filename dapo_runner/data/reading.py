@@ -23,6 +23,7 @@ from dapo_runner.config import ColumnsConfig, ConfigError
 
 T = TypeVar("T")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_ROLES = {"human": "user", "gpt": "assistant"}  # of `from`
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +199,18 @@ def _answer_text(answer: Any) -> str:
         answer = int(answer)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, allow_nan=False)
     if answer is None or not text.strip():
-        raise ValueError("no answer")
+        raise ValueError("the row has no answer: leave it out")
     return text.strip()
 
 
 def get_column(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or of a field in it: `column.field`. Raises ValueError."""
+    """Return the value of a column, or of a field in it: `column.field`, also in JSON text. Raises ValueError."""
     outer, _, inner = name.partition(".")
-    if name not in row and isinstance(row.get(outer), Mapping):
-        return get_column(row[outer], inner)
     if name not in row:
+        column = row.get(outer)
+        column = json.loads(column) if isinstance(column, str) and inner and column.startswith("{") else column
+        if isinstance(column, Mapping):
+            return get_column(column, inner)
         raise ValueError(f"no column {name!r}; columns are {', '.join(row)}")
     return row[name]
 
@@ -216,20 +219,26 @@ def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]
     """Return role and content of each message. Add ``system`` if there is no system message. Raises ValueError."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        messages = [(message["role"], message["content"]) for message in prompt]
-    except (TypeError, KeyError):
+        role, content, names = ("role", "content", {}) if "role" in prompt[0] else ("from", "value", _ROLES)
+        messages = [(names.get(message[role], message[role]), message[content]) for message in prompt]
+    except (TypeError, KeyError, IndexError):
         messages = []
     if not messages or not all(isinstance(part, str) for message in messages for part in message):
-        raise ValueError("expected a text or a list of messages {role, content} as prompt")
+        raise ValueError("expected a text or a list of messages {role, content} or {from, value} as prompt")
     if any(one.get(key) for one in prompt for key in ("tool_calls", "reasoning", "reasoning_content", "thinking")):
         raise ValueError("expected messages without tool_calls, reasoning, reasoning_content and thinking")
+    messages = [turn for turn in messages if system is None or turn != ("system", "")]
     return messages if system is None or "system" in dict(messages) else [("system", system), *messages]
 
 
 def _choices(column: Any, name: str) -> list[tuple[str, str, Any]]:
-    """Return letter, text and label of each choice. The label comes from {text, label}, as in ARC, or is the index."""
+    """Return letter, text and label of each choice. Labels come from {text, label} or {label: text}, or are indices."""
+    if isinstance(column, Mapping) and "text" not in column:
+        column = {label: text for label, text in column.items() if text is not None}  # a column of Parquet has all
+        column = {"label": list(column), "text": list(column.values())}
     texts, labels = (column["text"], column["label"]) if isinstance(column, Mapping) else (column, None)
-    if not isinstance(texts, list) or not 2 <= len(texts) <= len(ascii_uppercase):
+    is_list = isinstance(texts, list) and all(isinstance(text, str | int | float) for text in texts)
+    if not is_list or not 2 <= len(texts) <= len(ascii_uppercase):
         raise ValueError(f"expected a list of 2 to 26 texts in data.columns.choices={name}, got {texts!r:.40}")
     return list(zip(ascii_uppercase[: len(texts)], texts, range(len(texts)) if labels is None else labels, strict=True))
 
@@ -238,5 +247,5 @@ def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
     """Return the letter of the choice that ``answer`` names by label, letter or text, in this order."""
     found = [choice[0] for part in (2, 0, 1) for choice in choices if choice[part] == answer]
     if not found:
-        raise ValueError(f"the answer {answer!r} is none of the choices")
+        raise ValueError(f"the answer {answer!r} is none of the choices: leave out a row without an answer")
     return found[0]

@@ -52,6 +52,11 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
 
 
+def said(*texts: str) -> list[dict[str, str]]:
+    """Messages in the form of ShareGPT."""
+    return [{"from": one["role"], "value": one["content"]} for one in turns(*texts)]
+
+
 def dapo_row(question: str, answer: Any, *before: str) -> dict[str, Any]:
     truth = {"ground_truth": answer, "style": "rule"}
     return {"data_source": "made-up", "prompt": turns(*before, f"user: {question}"), "reward_model": truth}
@@ -103,7 +108,13 @@ def test_a_schema_is_detected_or_its_columns_named(tmp_path: Path, suffix: str) 
         ({"q": "?", "o": ["x", "y"], "a": "B"}, SYSTEM, LETTERED, "B"),
         ({"q": "?", "o": ["x", "y"], "a": "y"}, SYSTEM, LETTERED, "B"),
         ({"q": "?", "o": {"text": ["x", "y"], "label": ["1", "2"]}, "a": "2"}, SYSTEM, LETTERED, "B"),
+        ({"q": "?", "o": {"1": "x", "2": "y", "3": None}, "a": "2"}, SYSTEM, LETTERED, "B"),  # a column of Parquet
         ({"q": "?", "o": ["x", "y"]}, SYSTEM, LETTERED, ""),
+        ({"q": turns("system: ", "user: Hi"), "a": 5}, SYSTEM, "Hi", "5"),
+        ({"q": said("system: own", "human: Hi"), "a": 5}, ["system: own"], "Hi", "5"),
+        ({"q": said("user: a", "gpt: b", "user: c"), "a": 5}, TALK, "c", "5"),
+        ({"q": said("human: a", "assistant: b", "human: c"), "a": 5}, TALK, "c", "5"),
+        ({"q": "?", "a": '["2"]'}, SYSTEM, "?", '["2"]'),  # as it is: a run of before resumes
     ],
 )
 def test_a_row_becomes_a_problem(
@@ -119,6 +130,11 @@ def test_columns_may_be_fields_of_columns(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", [{"q.text": "Hi", "q": {"text": "no"}, "a": {"b": {"c": 5}}}])
     (problem,) = read_problems(path, columns=ColumnsConfig(prompt="q.text", answer="a.b.c"))
     assert (problem.question, problem.answer) == ("Hi", "5")
+    text = write_rows(tmp_path / "t.jsonl", [{"q": '{"a": {"b": 5}}', "p": "{'a': 5}"}])
+    (problem,) = read_problems(text, columns=ColumnsConfig(prompt="q", answer="q.a.b"))
+    assert (problem.question, problem.answer) == ('{"a": {"b": 5}}', "5")
+    with refused("data.columns", parts=["JSON"]):
+        list(read_problems(text, columns=ColumnsConfig(prompt="p.a")))
     for name in ("a.b.x", "a.", "a.b.c.d", "b.c"):
         with refused("data.columns", parts=["no column"]):
             list(read_problems(path, columns=ColumnsConfig(prompt=name)))
@@ -141,7 +157,8 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"a": "1", "b": 2}, "'q' a, b"),
     ({"q": "?"}, "'a' q"),
     ({"q": "?", "a": "1", "s": "no source"}, "'source' q, a, s"),
-    ({"q": "?", "a": None}, "answer"),
+    ({"q": "?", "a": None}, "leave"),
+    ({"q": "?", "a": "", "o": ["x", "y"]}, "leave"),
     ({"q": "?", "a": " "}, "answer"),
     ({"q": "?", "a": float("nan")}, "ValueError: nan"),
     ({"q": "\ud800", "a": "1"}, "surrogates {'q'"),
@@ -156,6 +173,8 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"q": "?", "a": "W", "o": ["x", "y"]}, "'W'"),
     ({"q": "?", "a": "A", "o": ["x"]}, "data.columns.choices=o"),
     ({"q": "?", "a": "A", "o": "x, y"}, "data.columns.choices=o"),
+    ({"q": "?", "a": "A", "o": [{"key": "A", "value": "x"}, {"key": "B", "value": "y"}]}, "data.columns.choices=o"),
+    ({"q": said("function_call: x"), "a": "1"}, "user"),
     ({"text": 1}, "{'text'"),
     ({"question": "a", "answer": "12"}, "####"),
     (dapo_row("a", ""), "ground_truth"),

@@ -67,6 +67,7 @@ def test_its_loss_is_the_cross_entropy_of_the_completions(model_folder: Path, su
     assert steps_of(folder, "train/grad_norm") == [pytest.approx(norm.item(), rel=1e-4)]
 
 
+TALK = {"columns": {"messages": "talk"}}
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdict": "1", "confidence": 0.9}
 
@@ -78,7 +79,9 @@ VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdic
         ({"prompt": "1+2=", "completion": "3<eos>"}, {}, "1+2="),  # which ends only once
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, "1+2="),
         ({"messages": CHAT}, {"system": "7"}, "7\n\n1+2="),
-        ({"talk": CHAT}, {"columns": {"messages": "talk"}}, "1+2="),
+        ({"messages": [{"role": "system", "content": ""}, *CHAT]}, {"system": "7"}, "7\n\n1+2="),
+        ({"talk": [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "3"}]}, TALK, "1+2="),
+        ({"talk": CHAT}, TALK, "1+2="),
         ({"q": "1+2=", "a": "3"}, {"columns": {"prompt": "q", "completion": "a"}}, "1+2="),
         (
             VERDICT,
