@@ -6,6 +6,7 @@ where the answer was found; it is `none` without an answer.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 
@@ -36,6 +37,15 @@ _REWRITES = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
+
+
+def forms_of(truth: str, most: int = 1) -> list[str]:
+    """Return a ground truth and, if it is a JSON list of at most ``most`` texts, each of these."""
+    try:
+        texts = json.loads(truth) if truth.startswith('["') else []
+    except ValueError:
+        texts = []
+    return [truth, *texts] if len(texts) <= most and all(isinstance(text, str) for text in texts) else [truth]
 
 
 def answer_rule(text: str, answer: str) -> Verdict:
@@ -170,7 +180,8 @@ def exact_rule(text: str, answer: str) -> Verdict:
     tail = text[-TEXT_WINDOW:]
     lines = _MARKED_LINE.findall(tail)
     extracted, rule = (_plain(lines[-1]), "answer-line") if lines else (_plain(tail), "whole")
-    return Verdict(bool(extracted) and extracted == _plain(answer), extracted[:SHOWN] or None, rule)
+    answers = map(_plain, forms_of(answer, len(answer)))  # each text of a list is one
+    return Verdict(bool(extracted) and extracted in answers, extracted[:SHOWN] or None, rule)
 
 
 def _plain(text: str) -> str:

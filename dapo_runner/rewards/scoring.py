@@ -22,15 +22,15 @@ from dapo_runner.types import Completion, Group, Prompt, Sample, Verdict
 
 
 class TextReward(NamedTuple):
-    """Judge each response by its text and the ground truth. ``judge_texts`` takes lists of both."""
+    """Judge each response by its text and the ground truth; of a list of one text, by this text."""
 
-    judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]
+    judge_texts: Callable[[Sequence[str], Sequence[str]], list[Verdict]]  # of lists of both
     column: str | None = None  # of the row, in place of the ground truth
     whole: bool = False  # whether it reads what comes before the last </think>
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         texts = [one.text if self.whole else one.text.rpartition("</think>")[2] for many in completions for one in many]
-        truths = [prompt.answer if self.column is None else prompt.row[self.column] for prompt in prompts]
+        truths = [rules.forms_of(p.answer)[-1] if self.column is None else p.row[self.column] for p in prompts]
         answers = [truth for truth, samples in zip(truths, completions, strict=True) for _ in samples]
         verdicts = iter(self.judge_texts(texts, answers))
         return [[next(verdicts) for _ in samples] for samples in completions]
@@ -73,26 +73,34 @@ def reads_answers(config: RewardConfig) -> bool:
 
 
 def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:
-    """Return a warning if a rule that compares strings rejects the ground truths of some problems as answers.
+    """Return a warning if a rule rejects ground truths of the training set or an evaluation set as answers.
 
-    Raises ConfigError if it rejects all of them, or `code` or `json` one. Environments and distillation need none.
+    Raises ConfigError if it rejects all of a set, or `code` or `json` one. Environments and distillation need none.
     """
     reward, use, needs_all = config.reward, config.reward.uses[0], config.distillation is None
-    rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
-    answers = [prompt.answer for prompt in prompts if config.env is None and (prompt.answer or needs_all)]
-    every = [] if config.env else list(dict.fromkeys((*answers, *(prompt.answer for prompt in heldout))))
+    checked = [] if config.env else [*prompts, *(prompt for prompt in heldout if prompt.eval_set)]
+    needed = [prompt for prompt in checked if prompt.answer or needs_all]
+    every = [] if config.env else list(dict.fromkeys(prompt.answer for prompt in (*needed, *heldout)))
     if "json" in reward.uses and every:
         open_rule("json", reward.workers, reward.rule_timeout).judge_texts(["{}"] * len(every), every)
     for answer in every if "code" in reward.uses else ():
         read_tests(answer)
-    rejected = {answer for answer in set(answers) if not rule(response.format(answer), answer).correct}
-    unmatched = [answer for answer in answers if answer in rejected]
-    key = "reward.parts.0.use" if reward.parts else "reward.kind"
-    some = f"{len(unmatched)} of {len(answers)} training problems, e.g. {', '.join(map(repr, unmatched[:3]))}"
-    warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
-    if len(unmatched) == len(answers) > 0:
-        raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
-    return f"{warning}. Responses to these always count as incorrect." if unmatched else None
+    rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
+    forms = {prompt.answer: rules.forms_of(prompt.answer)[-1] for prompt in needed}
+    rejected = {answer for answer, form in forms.items() if not rule(response.format(form), form).correct}
+    encoded = {"dapo": ('{"', '["'), "math": ('{"',)}.get(use, ())  # `math` reads lists, `exact` may compare objects
+    rejected |= {answer for answer, form in forms.items() if form.startswith(encoded)}
+    key, warnings = "reward.parts.0.use" if reward.parts else "reward.kind", list[str]()
+    for name in ("", *config.data.eval):
+        answers = [prompt.answer for prompt in needed if prompt.eval_set == name]
+        unmatched = [answer for answer in answers if answer in rejected]
+        place, noun = (f"data.eval.{name}", f"problems of data.eval.{name}") if name else ("data", "training problems")
+        some = f"{len(unmatched)} of {len(answers)} {noun}, e.g. {', '.join(map(repr, unmatched[:3]))}"
+        warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
+        if len(unmatched) == len(answers) > 0:
+            raise ConfigError(f"{warning}. Choose another rule, or set {place}.columns.")
+        warnings += [f"{warning}. Responses to these always count as incorrect."] if unmatched else []
+    return "\n".join(warnings) or None
 
 
 class Scorer:

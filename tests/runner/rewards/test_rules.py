@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -238,6 +239,55 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
             unmatchable_answers(make_config(reward=parts), [make_prompt(answer="{}"), make_prompt(answer="[1]")])
     game = make_config(reward={"kind": "code"}, env={"kind": "talkers:Talker"})  # gives the reward itself
     assert unmatchable_answers(game, [make_prompt(answer="")], [make_prompt(answer="")]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "truth", "response"),
+    [
+        ("dapo", '["2"]', "Answer: 2"),
+        ("gsm8k", '["-1"]', "#### -1"),
+        ("integer", '["2"]', "2"),
+        ("choice", '["B"]', "Answer: B"),
+        ("math", r'["50\\%"]', r"\boxed{50\%}"),
+        ("math", '["-2, 1"]', r"\boxed{-2,1}"),
+        ("math", '["1", "-1"]', r"\boxed{1,-1}"),
+        ("exact", '["Bob", "Robert"]', "Answer: robert."),
+        ("exact", '["Bob", "Robert"]', 'Answer: ["Bob", "Robert"]'),
+        ("exact", '{"target": "Bob"}', 'Answer: {"target": "Bob"}'),
+        ("exact", '["Bob", ["Rob"]]', 'Answer: ["Bob", ["Rob"]]'),
+        ("exact", '["Bob" or "Rob"]', 'Answer: ["Bob" or "Rob"]'),
+        ("dapo", "[5]", "Answer: [5]"),
+    ],
+)
+def test_a_list_of_one_text_is_this_text(kind: str, truth: str, response: str) -> None:
+    assert judge(kind, response, truth).correct
+    assert not judge(kind, r"Answer: $\boxed{7}$", truth).correct
+    assert unmatchable_answers(make_config(reward={"kind": kind}), [make_prompt(answer=truth)]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "truth"), [("dapo", '["1", "-1"]'), ("dapo", '{"target": "Bob"}'), ("math", '{"ground_truth": "6"}')]
+)
+def test_a_ground_truth_in_json_is_no_answer(kind: str, truth: str) -> None:
+    config = make_config(reward={"kind": kind})
+    with refused("reward.kind"):
+        unmatchable_answers(config, [make_prompt(answer=truth)])
+    assert truth in (unmatchable_answers(config, [make_prompt(answer="6"), make_prompt(answer=truth)]) or "")
+
+
+def test_evaluation_sets_are_checked_like_the_training_set() -> None:
+    config = make_config(
+        reward={"kind": "dapo"},
+        data={"format": "auto", "path": "a.jsonl", "eval": {name: {"path": "b.jsonl"} for name in "gh"}},
+    )
+    train, fits, differs = [make_prompt(answer="5")], make_prompt(answer="5"), make_prompt(answer="inches")
+    assert unmatchable_answers(config, train, [replace(fits, eval_set="g")]) is None
+    warning = unmatchable_answers(config, [*train, differs], [replace(one, eval_set="h") for one in (fits, differs)])
+    assert len((warning or "").splitlines()) == 2
+    assert "1 of 2 problems of data.eval.h" in (warning or "")
+    with refused("reward.kind", parts=["data.eval.h.columns"]):
+        unmatchable_answers(config, train, [replace(fits, eval_set="g"), replace(differs, eval_set="h")])
+    assert unmatchable_answers(config, train, [differs]) is None  # cut from the training file, which fits
 
 
 def test_each_distinct_ground_truth_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
