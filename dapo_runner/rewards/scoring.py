@@ -98,7 +98,7 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
         some = f"{len(unmatched)} of {len(answers)} {noun}, e.g. {', '.join(map(repr, unmatched[:3]))}"
         warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
         if len(unmatched) == len(answers) > 0:
-            raise ConfigError(f"{warning}. Choose another rule, or set {place}.columns.")
+            raise ConfigError(f"{warning}. Choose another rule, or set {place}.columns or .format.")
         warnings += [f"{warning}. Responses to these always count as incorrect."] if unmatched else []
     return "\n".join(warnings) or None
 
