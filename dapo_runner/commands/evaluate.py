@@ -23,7 +23,7 @@ from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
 from dapo_runner.preflight.needs import check_model
-from dapo_runner.rewards.scoring import Scorer
+from dapo_runner.rewards.scoring import Scorer, unmatchable_answers
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.run.folder import read_config
@@ -42,6 +42,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     complain(f"data: {dataset.report.describe()}")
+    if (unmatchable := unmatchable_answers(config, [], dataset.heldout)) is not None:
+        complain(unmatchable)
     device = resolve_device(config.run.device)
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None

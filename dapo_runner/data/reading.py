@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_uppercase
@@ -23,7 +24,7 @@ from dapo_runner.config import ColumnsConfig, ConfigError
 
 T = TypeVar("T")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
-_ROLES = {"human": "user", "gpt": "assistant"}  # of `from`
+_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system")}  # of `from`
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,8 @@ def get_column(row: Mapping[str, Any], name: str) -> Any:
     outer, _, inner = name.partition(".")
     if name not in row:
         column = row.get(outer)
-        column = json.loads(column) if isinstance(column, str) and inner and column.startswith("{") else column
+        with suppress(ValueError):
+            column = json.loads(column) if isinstance(column, str) and inner and column.startswith("{") else column
         if isinstance(column, Mapping):
             return get_column(column, inner)
         raise ValueError(f"no column {name!r}; columns are {', '.join(row)}")
@@ -220,7 +222,7 @@ def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         role, content, names = ("role", "content", {}) if "role" in prompt[0] else ("from", "value", _ROLES)
-        messages = [(names.get(message[role], message[role]), message[content]) for message in prompt]
+        messages = [(names[message[role]] if names else message[role], message[content]) for message in prompt]
     except (TypeError, KeyError, IndexError):
         messages = []
     if not messages or not all(isinstance(part, str) for message in messages for part in message):
@@ -247,5 +249,6 @@ def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
     """Return the letter of the choice that ``answer`` names by label, letter or text, in this order."""
     found = [choice[0] for part in (2, 0, 1) for choice in choices if choice[part] == answer]
     if not found:
-        raise ValueError(f"the answer {answer!r} is none of the choices: leave out a row without an answer")
+        what = "the row has no answer: leave it out" if answer in (None, "") else f"{answer!r} is none of the choices"
+        raise ValueError(what)
     return found[0]

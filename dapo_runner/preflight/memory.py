@@ -72,9 +72,9 @@ class ModelShape(NamedTuple):
         return self.layers * lora.rank * sum(widths)
 
 
-def model_shape(model: ModelConfig) -> ModelShape | None:
+def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape | None:
     """Return the sizes of a model on this machine or of a recipe; None if they are unknown."""
-    values = model_values(model) or {}
+    values = model_values(model, key) or {}
     experts = next((values[name] for name in N_EXPERTS if values.get(name)), 0)
     width: Any = (values.get("moe_intermediate_size") if experts else None) or values.get("intermediate_size")
     used = (values.get("num_experts_per_tok") or 1) if experts else 0
@@ -88,7 +88,7 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
     return ModelShape(values["num_hidden_layers"], hidden, values["vocab_size"], *mlps, *attention, tied)
 
 
-def model_values(model: ModelConfig) -> dict[str, Any] | None:
+def model_values(model: ModelConfig, key: str = "model.path") -> dict[str, Any] | None:
     """Return the config.json of a model's text part, or the published sizes of a recipe's model; None if unknown."""
     if model.tiny is not None:
         values = dict(model.tiny, num_hidden_layers=model.tiny.layers, num_attention_heads=model.tiny.heads)
@@ -96,7 +96,7 @@ def model_values(model: ModelConfig) -> dict[str, Any] | None:
     path = local_file(model.path or "", "config.json")
     if path is None:
         return PUBLISHED.get(model.path or "")
-    with loading("config.json", "a configuration", path):
+    with loading(key, "a configuration", path):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found.get("model_type") in CONFIG_MAPPING:  # its class has the defaults of values that the file leaves out
             return AutoConfig.for_model(**found).get_text_config(decoder=True).to_dict()
@@ -224,13 +224,15 @@ def _critic_parameters(config: Config, policy: ModelShape) -> int:
 def _judge(config: Config) -> int:
     """Return the bytes of a judge in this process. It is bfloat16 on a GPU, float32 on a CPU."""
     judge = config.reward.judge
-    shape = None if judge is None or judge.url is not None else model_shape(ModelConfig(path=judge.model))
+    if judge is None or judge.url is not None:
+        return 0
+    shape = model_shape(ModelConfig(path=judge.model), "reward.judge.model")
     return 0 if shape is None else shape.parameters * (2 if _on_gpus(config) else 4)
 
 
 def _parameters_of(path: str | None, policy: ModelShape) -> int:
     """Return the parameters of a model, or of the policy without a path; 0 for an unknown model."""
-    shape = policy if path is None else model_shape(ModelConfig(path=path))
+    shape = policy if path is None else model_shape(ModelConfig(path=path), "critic.path, loss.reference")
     return 0 if shape is None else shape.parameters
 
 

@@ -38,7 +38,7 @@ FENCED = re.compile(rf"(?s)```([\w+#.-]*){INFO}\n(.*?)(?:{ENDS})")
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache")  # readable during scoring
 load_code = lru_cache(runpy.run_path)
 SCORE_SECONDS = 3600  # of CPU time; the timeout of a request is much shorter
-FORMATS = ("date", "email", "ipv4", "ipv6", "regex", "uuid")  # those that need no further package
+FORMATS = ("date", "email", "ipv4", "ipv6", "regex", "uuid")  # checked on every machine
 # What an evaluated answer may name, beside single letters. sympy imports itself.
 NAMES = "sympy Integer Float Rational Symbol Function pi sqrt exp log sin cos tan asin acos atan sinh cosh tanh"
 

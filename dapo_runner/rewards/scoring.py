@@ -53,7 +53,8 @@ def load_reward(config: RewardConfig, use: str, device: str) -> Reward:
     if use in _RULES:
         return TextReward(lambda *pairs: list(map(_RULES[use][0], *pairs)), whole=use == "dapo")  # equal to its script
     if use in ("math", "json"):
-        return TextReward(open_rule(use, config.workers, config.rule_timeout).judge_texts)
+        judge = open_rule(use, config.workers, config.rule_timeout).judge_texts
+        return TextReward(lambda texts, answers: judge(texts, [*map(rules.as_set, answers)]))  # no schema is a list
     if use == "reasoning_gym":
         rule = open_rule(use, config.workers, config.rule_timeout)
         return TextReward(lambda *pairs: [_scale(verdict, config) for verdict in rule.judge_texts(*pairs)], "task")
@@ -75,7 +76,7 @@ def reads_answers(config: RewardConfig) -> bool:
 def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:
     """Return a warning if a rule rejects ground truths of the training set or an evaluation set as answers.
 
-    Raises ConfigError if it rejects all of a set, or `code` or `json` one. Environments and distillation need none.
+    Raises ConfigError if it rejects all that train, or `code` or `json` one. Environments and distillation need none.
     """
     reward, use, needs_all = config.reward, config.reward.uses[0], config.distillation is None
     checked = [] if config.env else [*prompts, *(prompt for prompt in heldout if prompt.eval_set)]
@@ -88,18 +89,18 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
     rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
     forms = {prompt.answer: rules.forms_of(prompt.answer)[-1] for prompt in needed}
     rejected = {answer for answer, form in forms.items() if not rule(response.format(form), form).correct}
-    encoded = {"dapo": ('{"', '["'), "math": ('{"',)}.get(use, ())  # `math` reads lists, `exact` may compare objects
+    encoded = {"dapo": ('{"', '["'), "math": ('{"',)}.get(use, ())  # only a response in JSON would be correct
     rejected |= {answer for answer, form in forms.items() if form.startswith(encoded)}
     key, warnings = "reward.parts.0.use" if reward.parts else "reward.kind", list[str]()
     for name in ("", *config.data.eval):
         answers = [prompt.answer for prompt in needed if prompt.eval_set == name]
         unmatched = [answer for answer in answers if answer in rejected]
-        place, noun = (f"data.eval.{name}", f"problems of data.eval.{name}") if name else ("data", "training problems")
+        noun = f"problems of data.eval.{name}" if name else "training problems"
         some = f"{len(unmatched)} of {len(answers)} {noun}, e.g. {', '.join(map(repr, unmatched[:3]))}"
         warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
-        if len(unmatched) == len(answers) > 0:
-            raise ConfigError(f"{warning}. Choose another rule, or set {place}.columns or .format.")
-        warnings += [f"{warning}. Responses to these always count as incorrect."] if unmatched else []
+        if len(unmatched) == len(answers) > 0 and not name:
+            raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
+        warnings += [f"{warning}. Responses to these count as incorrect."] if unmatched else []
     return "\n".join(warnings) or None
 
 

@@ -242,7 +242,7 @@ def open_log(
         if (last := log.metrics.found_through) > done:
             note(f"the logs of steps {done + 1} to {last} are removed: no checkpoint has these steps")
         elif last < done and not start.is_new:
-            note(f"{METRICS_FILE} ends at step {last}: run.max_tokens and run.early_stop miss the steps to {done}")
+            note(f"{METRICS_FILE} ends at step {last}: it lacks the steps to {done}")
         if start.checkpoint is not None:
             log_changes(config.run_dir, done, start.changes)
             write_config(config, config.run_dir)  # after the log: a kill in between logs a change twice, loses none

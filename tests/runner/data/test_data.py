@@ -133,7 +133,7 @@ def test_columns_may_be_fields_of_columns(tmp_path: Path) -> None:
     text = write_rows(tmp_path / "t.jsonl", [{"q": '{"a": {"b": 5}}', "p": "{'a': 5}"}])
     (problem,) = read_problems(text, columns=ColumnsConfig(prompt="q", answer="q.a.b"))
     assert (problem.question, problem.answer) == ('{"a": {"b": 5}}', "5")
-    with refused("data.columns", parts=["JSON"]):
+    with refused("data.columns", parts=["no column 'p.a'"]):
         list(read_problems(text, columns=ColumnsConfig(prompt="p.a")))
     for name in ("a.b.x", "a.", "a.b.c.d", "b.c"):
         with refused("data.columns", parts=["no column"]):
@@ -174,7 +174,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"q": "?", "a": "A", "o": ["x"]}, "data.columns.choices=o"),
     ({"q": "?", "a": "A", "o": "x, y"}, "data.columns.choices=o"),
     ({"q": "?", "a": "A", "o": [{"key": "A", "value": "x"}, {"key": "B", "value": "y"}]}, "data.columns.choices=o"),
-    ({"q": said("function_call: x"), "a": "1"}, "user"),
+    ({"q": said("human: y", "function_call: x", "human: z"), "a": "1"}, "value"),
     ({"text": 1}, "{'text'"),
     ({"question": "a", "answer": "12"}, "####"),
     (dapo_row("a", ""), "ground_truth"),
