@@ -24,7 +24,7 @@ from dapo_runner.config import ColumnsConfig, ConfigError
 
 T = TypeVar("T")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
-_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system")}  # of `from`
+_ROLES = {"human": "user", "gpt": "assistant"} | {one: one for one in ("user", "assistant", "system", "tool")}  # `from`
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def as_messages(prompt: Any, system: str | None = None) -> list[tuple[str, str]]
     except (TypeError, KeyError, IndexError):
         messages = []
     if not messages or not all(isinstance(part, str) for message in messages for part in message):
-        raise ValueError("expected a text or a list of messages {role, content} or {from, value} as prompt")
+        raise ValueError("expected as prompt a text or messages {role, content}, or {from, value} of human, gpt, tool")
     if any(one.get(key) for one in prompt for key in ("tool_calls", "reasoning", "reasoning_content", "thinking")):
         raise ValueError("expected messages without tool_calls, reasoning, reasoning_content and thinking")
     messages = [turn for turn in messages if system is None or turn != ("system", "")]

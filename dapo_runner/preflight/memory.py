@@ -232,7 +232,7 @@ def _judge(config: Config) -> int:
 
 def _parameters_of(path: str | None, policy: ModelShape) -> int:
     """Return the parameters of a model, or of the policy without a path; 0 for an unknown model."""
-    shape = policy if path is None else model_shape(ModelConfig(path=path), "critic.path, loss.reference")
+    shape = policy if path is None else model_shape(ModelConfig(path=path), "critic, loss.reference, distillation")
     return 0 if shape is None else shape.parameters
 
 

@@ -46,13 +46,13 @@ def forms_of(truth: str, most: int = 1) -> list[str]:
     except ValueError:
         texts = []
     # An escape of LaTeX in a list that is not JSON, such as `\frac`, would become a control character.
-    is_list = len(texts) <= most and all(isinstance(text, str) and text.isprintable() for text in texts)
+    is_list = len(texts) <= most and all(isinstance(text, str) and min(text, default=" ") >= " " for text in texts)
     return [truth, *texts] if is_list else [truth]
 
 
 def as_set(truth: str) -> str:
     """Return a ground truth, or the texts of a JSON list behind each other, which math-verify reads as a set."""
-    return ", ".join(forms_of(truth, len(truth))[1:]) or truth
+    return ", ".join(map(canonical_number, forms_of(truth, len(truth))[1:])) or truth
 
 
 def answer_rule(text: str, answer: str) -> Verdict:

@@ -24,7 +24,7 @@ from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, 
 from dapo_runner.http import HTTPError
 from dapo_runner.rewards.calls import pause
 from dapo_runner.rewards.judge import REFUSED, chat
-from dapo_runner.rewards.rules import forms_of
+from dapo_runner.rewards.rules import as_set
 from dapo_runner.rewards.workers import WorkerError, open_rule, require_package
 from dapo_runner.threads import map_in_threads
 
@@ -184,7 +184,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     if out.suffix != ".jsonl":
         raise ConfigError(f"OUT: expected a .jsonl file, got {out}")
     rows = read_problems(source, config.format, columns=config.columns, subset=config.subset, split=config.split)
-    plain = (replace(problem, answer=forms_of(problem.answer)[-1]) for problem in islice(rows, config.limit))
+    plain = (replace(problem, answer=as_set(problem.answer)) for problem in islice(rows, config.limit))
     problems = {_key_of(problem): problem for problem in plain}
     journal = beside(out, "journal")
     for path in (out, beside(out, "rejected")):

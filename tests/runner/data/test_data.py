@@ -174,7 +174,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [  # row, what the message has
     ({"q": "?", "a": "A", "o": ["x"]}, "data.columns.choices=o"),
     ({"q": "?", "a": "A", "o": "x, y"}, "data.columns.choices=o"),
     ({"q": "?", "a": "A", "o": [{"key": "A", "value": "x"}, {"key": "B", "value": "y"}]}, "data.columns.choices=o"),
-    ({"q": said("human: y", "function_call: x", "human: z"), "a": "1"}, "value"),
+    ({"q": said("human: y", "function_call: x", "human: z"), "a": "1"}, "human, gpt"),
     ({"text": 1}, "{'text'"),
     ({"question": "a", "answer": "12"}, "####"),
     (dapo_row("a", ""), "ground_truth"),
