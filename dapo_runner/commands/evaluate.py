@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     complain(f"data: {dataset.report.describe()}")
-    if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
+    if unmatchable := unmatchable_answers(config, [] if config.data.eval else dataset.train, dataset.heldout):
         complain(unmatchable)
     device = resolve_device(config.run.device)
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:

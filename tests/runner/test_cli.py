@@ -172,6 +172,8 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     assert 0 <= figures["avg@3"] <= figures["pass@3"] <= 1
     monkeypatch.chdir(first.parent)
     assert evaluate(dapo, tmp_path, "step_000002")["avg@2"] == logged["avg@2"]
+    dapo("eval", newest, "reward.kind=choice", code=2)  # no answer is a letter
+    assert "reward.kind: expected a rule" in dapo.err
     (tmp_path / "best").symlink_to(newest)
     assert evaluate(dapo, tmp_path, tmp_path / "best")["avg@2"] == logged["avg@2"]
 

@@ -260,7 +260,7 @@ def test_ground_truths_that_a_rule_cannot_match_are_counted() -> None:
         ("dapo", "[5]", "Answer: [5]"),
     ],
 )
-def test_a_list_of_one_text_is_this_text(kind: str, truth: str, response: str) -> None:
+def test_texts_of_a_json_list_are_answers(kind: str, truth: str, response: str) -> None:
     assert judge(kind, response, truth).correct
     assert not judge(kind, r"Answer: $\boxed{7}$", truth).correct
     assert unmatchable_answers(make_config(reward={"kind": kind}), [make_prompt(answer=truth)]) is None
