@@ -52,10 +52,10 @@ class Critic:
     @torch.no_grad()
     def add_values(self, mini: MiniBatch) -> None:
         """Compute the values of the micro-batches, float32 [T]. Collective."""
-        for index, batch in enumerate(mini.micro_batches):
-            local = self.model.run(partial(self._local_values, batch))
+        found = [self.model.run(partial(self._local_values, batch)) for batch in mini.micro_batches]
+        for index, (batch, local) in enumerate(zip(mini.micro_batches, found, strict=True)):
             values = gather_positions(local, self.world.sequence_group)
-            mini.micro_batches[index] = replace(batch, values=values.to(batch.mask.device))
+            mini.micro_batches[index] = replace(batch, values=values.cpu())
 
     def _local_values(self, batch: PackedBatch) -> Tensor:
         return self.model.model.value_head(self.model.hidden_states(batch))

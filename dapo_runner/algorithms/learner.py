@@ -153,10 +153,11 @@ class Learner:
             return
         routing = self.policy.routing
         with self.clock.phase("old_logprobs"):
-            for index, batch in enumerate(mini.micro_batches):
-                old = self.logprobs(batch).to(batch.mask.device)
-                experts = None if from_engine or routing is None else routing.chosen()
-                mini.set_old_logprobs(index, old, experts, correction, from_engine=from_engine)
+            found = []  # all first: the copies of log-probs to the host wait for the device
+            for batch in mini.micro_batches:
+                found.append((self.logprobs(batch), None if from_engine or routing is None else routing.chosen()))
+            for index, (old, experts) in enumerate(found):
+                mini.set_old_logprobs(index, old.cpu(), experts, correction, from_engine=from_engine)
 
     def _add_ref_logprobs(self, mini: MiniBatch) -> None:
         if self.config.distillation is not None:  # its loss uses the teacher's whole distributions
@@ -171,8 +172,9 @@ class Learner:
         else:
             compute = self.logprobs
         with self.clock.phase("ref_logprobs"):
-            for index, batch in enumerate(mini.micro_batches):
-                mini.micro_batches[index] = replace(batch, ref_logprobs=compute(batch).to(batch.mask.device))
+            found = [compute(batch) for batch in mini.micro_batches]
+            both = zip(mini.micro_batches, found, strict=True)
+            mini.micro_batches = [replace(batch, ref_logprobs=logprobs.cpu()) for batch, logprobs in both]
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return the policy's log-probs of the targets, float32 [T] on its device; 0 where the mask is False."""

@@ -81,15 +81,13 @@ class PolicyLoss:
         group = policy.world.sequence_group
         if group is not None and not self.is_local:
             return self._from_logprobs(policy, mini, batch, selection)
-        tensors = loss_tensors(batch, policy, group)
-        out = linear_dapo_loss(
-            policy.hidden_states(batch),
+        arguments = {  # before the forward pass: the copies to the device would wait for its end
             **head_arguments(policy, batch, self.temperature),
-            **self._arguments(policy, mini, batch, tensors),
-            cu_seqlens=batch.cu_seqlens.to(policy.device) if group is None else None,
-            selection=None if selection is None else shard_positions(selection, group),
-            entropy=True,
-        )
+            **self._arguments(policy, mini, batch, loss_tensors(batch, policy, group)),
+            "cu_seqlens": batch.cu_seqlens.to(policy.device) if group is None else None,
+            "selection": None if selection is None else shard_positions(selection, group),
+        }
+        out = linear_dapo_loss(policy.hidden_states(batch), **arguments, entropy=True)
         assert out.entropy is not None
         logprobs, entropy = gather_positions(out.logprobs, group), gather_positions(out.entropy, group)
         return out._replace(logprobs=logprobs, entropy=entropy)
@@ -147,7 +145,7 @@ class DistillationLoss:
     def __call__(self, policy: Policy, mini: MiniBatch, batch: PackedBatch, selection: Tensor | None) -> LossOutput:
         group, outs = policy.world.sequence_group, list[DistillationOutput]()
         mask = shard_positions(batch.mask, group).to(policy.device)
-        hidden, head = policy.hidden_states(batch), head_arguments(policy, batch, self.temperature)
+        head, hidden = head_arguments(policy, batch, self.temperature), policy.hidden_states(batch)
         with torch.no_grad():
             stats = linear_token_logprobs(hidden, mask=mask, entropy=True, **head)
         assert stats.entropy is not None

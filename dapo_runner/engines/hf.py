@@ -127,8 +127,8 @@ class HFEngine(RolloutEngine):
         uniform = _uniform_numbers(rows).to(device)
         logits, mask, cache = self._prefill(rows)
         for step in count():
-            tokens, logprobs, kept = sample_tokens(logits, uniform[:, step], rows[0].request.sampling)
-            for row, token, logprob, support in zip(rows, tokens.tolist(), logprobs.tolist(), kept, strict=True):
+            tokens, logprobs, supports = sample_tokens(logits, uniform[:, step], rows[0].request.sampling)
+            for row, token, logprob, support in zip(rows, tokens.tolist(), logprobs.tolist(), supports, strict=True):
                 if row.is_running:
                     self._append(row, token, logprob, support)
             left = [line for line, row in enumerate(rows) if row.is_running]
@@ -146,12 +146,12 @@ class HFEngine(RolloutEngine):
                 for row, experts in zip(rows, self.routing.chosen().split(1), strict=True):
                     row.experts.append(experts)
 
-    def _append(self, row: _Row, token: int, logprob: float, kept: Tensor | None) -> None:
-        """Add the next token of a response, sampled from ``kept`` bool [V]."""
+    def _append(self, row: _Row, token: int, logprob: float, support: Tensor | None) -> None:
+        """Add the next token of a response, sampled from ``support``: see ``sample_tokens``."""
         row.tokens.append(token)
         row.logprobs.append(logprob)
-        if kept is not None:
-            row.supports.append((kept & ~kept.all()).nonzero().squeeze(1).to(torch.int32).cpu())
+        if support is not None:
+            row.supports.append(support)
         stop = row.request.sampling.stop
         row.is_stopped = token in self.stop_ids or ends_with_stop(row.tokens, stop, self.tokenizer)
 
@@ -317,12 +317,13 @@ def ends_with_stop(tokens: Sequence[int], strings: Sequence[str], tokenizer: Any
 
 def sample_tokens(
     logits: Tensor, uniform: Tensor, sampling: SamplingParams
-) -> tuple[Tensor, Tensor, Tensor | list[None]]:
+) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
     """Draw tokens by inverting the cumulative distribution at ``uniform`` numbers [B].
 
-    Returns tokens int64 [B], their float32 log-probs [B] and what they were sampled from, bool [B, V]. Log-probs are
-    the policy's own, temperature included, top_p, top_k and min_p not; greedy tokens have those at temperature 1. With
-    ``sampling_mask`` they are those of the truncated distribution; without, the third are Nones.
+    Returns tokens int64 [B], their float32 log-probs [B] and the ids they were sampled from, int32 on the CPU, none if
+    that is the whole vocabulary. Log-probs are the policy's own, temperature included, top_p, top_k and min_p not;
+    greedy tokens have those at temperature 1. With ``sampling_mask`` they are those of the truncated distribution;
+    without, the third are Nones.
     """
     logprobs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
     probs = _truncate(logprobs.exp(), sampling)
@@ -333,11 +334,13 @@ def sample_tokens(
     tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)  # NaN: the last token
     if sampling.temperature == 0:
         tokens = logprobs.argmax(dim=-1, keepdim=True)
-    kept: Tensor | list[None] = [None] * len(tokens)
+    supports: Sequence[Tensor | None] = [None] * len(tokens)
     if sampling.sampling_mask:
         kept = probs > 0
         logprobs = logprobs - logprobs.masked_fill(~kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), kept
+        kept &= ~kept.all(dim=-1, keepdim=True)
+        supports = kept.nonzero()[:, 1].to(torch.int32).cpu().split(kept.sum(dim=-1).tolist())
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), supports
 
 
 def _truncate(probs: Tensor, sampling: SamplingParams) -> Tensor:
