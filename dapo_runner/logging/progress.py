@@ -14,7 +14,7 @@ from dapo_runner.logging.metric_table import console_metrics
 from dapo_runner.rollout.group_buffer import SamplingStats
 
 Figures = Mapping[str, float]
-SPEED = {"tokens_per_second": "{:,.0f} trained tokens/s", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
+SPEED = {"tokens_per_second": "{:,.0f} tokens/s with prompts", "mfu": "MFU {:.0%}", "memory_gib": "{:.1f} GiB"}
 
 
 class RunConsole(Console):
@@ -50,7 +50,7 @@ class Progress:
     def round(self, at_hand: int, stats: SamplingStats) -> None:
         """Show the number of accepted groups after a generation round."""
         if stats["rounds"] > 1:
-            self.bar.update(self.task, doing=f"sampling, round {stats['rounds']}: {at_hand} groups accepted")
+            self.bar.update(self.task, doing=f"round {stats['rounds']}: {at_hand} accepted")
 
     def step(self, step: int, figures: Figures, seconds: Figures, speed: Figures) -> None:
         self.bar.update(self.task, completed=step)

@@ -23,7 +23,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     if not (points := read_curves(run)):
         raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")
     out = out or run / REPORT_FILE
-    draw(points, title=run.absolute().name).savefig(out)
+    figure = draw(points, title=run.absolute().name)
+    with out.open("wb") as file:
+        figure.savefig(file, format=out.suffix[1:])
     return out
 
 

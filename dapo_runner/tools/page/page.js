@@ -165,8 +165,7 @@ function drawCurves() {
   const elements = found.map(drawChart);
   document.getElementById("curves").replaceChildren(...elements);
   document.getElementById("zero").textContent = zero.length ? `0 at every step: ${zero.join(", ")}` : "";
-  const axis = { gridcolor: theme("line"), zerolinecolor: theme("line"), linecolor: theme("line"), exponentformat: "e",
-    automargin: true };
+  const axis = { gridcolor: theme("line"), zerolinecolor: theme("line"), linecolor: theme("line"), automargin: true };
   const title = (text) => ({ text: plain(text), font: { size: 11 } });
   found.forEach((chart, place) => {
     const { panel } = chart;
@@ -176,8 +175,8 @@ function drawCurves() {
       plot_bgcolor: "transparent",
       font: { color: theme("ink") },
       hoverlabel: { bgcolor: theme("wash"), font: { color: theme("ink") } },
-      xaxis: { ...axis, title: title(data.step) },
-      yaxis: { ...axis, title: title(panel.unit) },
+      xaxis: { ...axis, exponentformat: "none", title: title(data.step) },
+      yaxis: { ...axis, exponentformat: panel.unit === "tokens" ? "none" : "e", title: title(panel.unit) },
       barmode: "stack",
       bargap: 0,
       hovermode: "x unified",
@@ -497,7 +496,7 @@ async function poll() {
       const leading = setting("same") ? [...shown].slice(0, 1) : [...shown];
       if (leading.some((run) => places[run].step === null)) drawRollouts();
     }
-    status.textContent = "live";
+    status.textContent = "connected";
   } catch {
     status.textContent = "dapo watch has ended";
   }

@@ -251,7 +251,7 @@ def test_long_steps_have_a_remaining_time() -> None:
 def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> None:
     step, evaluation = written("auto", terminal=False).splitlines()
     labels = ("1/10", "reward -0.25", "accuracy 50%", "length 20", "entropy 0.123", "10.0 s", "rollout 60%")
-    speed = ("12,346 trained tokens/s", "MFU 41%", "61.5 GiB")  # it counts trained tokens, not generated ones
+    speed = ("12,346 tokens/s with prompts", "MFU 41%", "61.5 GiB")
     assert [number for number in (*labels, *speed) if number not in step] == []
     assert "grad" not in step  # it was not logged
     assert [number for number in ("avg@4 87.5%", "exam/avg@4 50.0%", "40") if number not in evaluation] == []
@@ -363,8 +363,12 @@ def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(
     assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
-        patch.setattr(Figure, "savefig", lambda figure, _: titles.append(figure.get_suptitle()))
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: titles.append(figure.get_suptitle()))
         write_report(Path())
+        (tmp_path / REPORT_FILE).unlink()
+        (tmp_path / REPORT_FILE).mkdir()
+        with pytest.raises(IsADirectoryError, match=REPORT_FILE):  # one line of `dapo report`
+            write_report(tmp_path)
     assert titles == [tmp_path.name]
     append_jsonl(tmp_path / METRICS_FILE, [{"kind": "step", "train/loss": 0.5}])
     with pytest.raises(ConfigError, match=f"{METRICS_FILE}:2: expected a JSON object"):

@@ -365,13 +365,14 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
     """Its header, its charts, and that new points leave the zoom."""
     run = write_run(tmp_path, "<img src=x>a")
     (run / CONFIG_FILE).write_text('{algorithm: grpo, model: {path: "<b>m</b>"}, data: {path: d.jsonl}}')
-    for step, accuracy in ((7, 0.25), (8, 0.75)):
+    for step, accuracy in ((7, 0.25), (20_000, 0.75)):
         others = {"reflection/en": 0.0, "train/grad_norm": math.nan, "train/lr": 2e-4}
         log_metrics(run, step, **{"eval/avg@4": accuracy, **others})
     page = open_page(write_page([run], tmp_path / "page.html").as_uri())
     header = page.query_selector("#runs").text_content()
-    for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "8"):
+    for text in ("<img src=x>a", "<b>m</b>", "d.jsonl", "grpo", "avg@4", "25.0 %", "75.0 %", "20000"):
         assert text in header
+    assert "10,000" in page.locator(".chart").first.locator(".xaxislayer-above").text_content()
     assert page.query_selector("#runs img, #runs b") is None
     curves = curves_of(page)
     assert [len(found) for found in curves["Reward"]] == [8] * 4  # of one run, both curves in one chart
