@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complain(f"the output was closed{again}")
         return RUN_ERROR if options.command in RESUMED else 0
     except (ConfigError, RunError, OSError) as error:
-        if isinstance(error, OSError) and (error.filename is None or not is_ours(error)):
+        if isinstance(error, OSError) and not is_ours(error):
             raise
         complain(str(error))
         return USER_ERROR if isinstance(error, ConfigError) else RUN_ERROR

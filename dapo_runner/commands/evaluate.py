@@ -49,13 +49,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None
         worker = RolloutWorker(engine, Scorer(config, shaped=False), tokenizer, episodes=episodes)
         groups, metrics = evaluate(worker.generate, dataset.heldout, config)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"model": str(source), **metrics}, indent=1), encoding="utf-8")
-    for warning in episodes.take_warnings() if episodes else ():
-        complain(warning)
-    for group in groups[: options.show]:
-        print_response(group)
-    print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in metrics.items()}})
+    try:
+        if options.json is not None:
+            options.json.write_text(json.dumps({"model": str(source), **metrics}, indent=1), encoding="utf-8")
+    finally:  # a full disk does not hide the figures
+        for warning in episodes.take_warnings() if episodes else ():
+            complain(warning)
+        for group in groups[: options.show]:
+            print_response(group)
+        print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in metrics.items()}})
     return 0
 
 

@@ -250,7 +250,7 @@ class PromptCursor:
         """Load a state. Raises ConfigError if it was saved with other prompts or another seed."""
         for what, now in {"seed": self.seed, "data": self._data}.items():
             if state[what] != now:
-                same = "Resume with the same run.seed, data.path and data.eval, or start a new run."
+                same = "Resume with the same run.seed and data, or start a new run."
                 raise ConfigError(f"{what}: expected {state[what]!r}, as in the checkpoint, got {now!r}. {same}")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._shuffled()

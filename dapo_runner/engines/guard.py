@@ -54,7 +54,7 @@ class Ownership:
     def __init__(self) -> None:
         self.token, self.owner, self.until = "", "", 0.0
         self.n_requests = 0  # of the owner, in progress
-        self.n_claims = 0
+        self.n_renewals = 0
 
     async def claim(self, claim: dict[str, Any], model: dict[str, Any], limits: dict[str, int]) -> str | None:
         """Assign a server of these facts to the run of ``claim``, or return why not. Waits for a killed run's lease."""
@@ -63,13 +63,13 @@ class Ownership:
             return f"model: expected {'; '.join(differences)}. Restart the server with this recipe."
         if any(limits[name] < needed for name, needed in claim["limits"].items()):
             return f"limits: expected at least {claim['limits']}, got {limits}. Restart the server with this recipe."
-        n_claims = self.n_claims
+        n_renewals = self.n_renewals
         while self._belongs_to_another(claim["token"]):
-            if self.n_claims != n_claims:  # renewed meanwhile: the owner is alive
+            if self.n_renewals != n_renewals:  # the owner is alive
                 return f"in use by {self.owner}. A server belongs to one run: give each its own, or end the other."
             await asyncio.sleep(0.05)
+        self.n_renewals += claim["token"] == self.token
         self.token, self.owner, self.until = claim["token"], claim["owner"], time.monotonic() + LEASE
-        self.n_claims += 1
         return None
 
     def refuse(self, path: str, token: str) -> str | None:

@@ -59,7 +59,7 @@ class TrainingRun:
         self.stop.__enter__()
         self.progress.start(done := self.last_completed_step, self.config.run.steps)
         if done >= self.config.run.steps:
-            self.progress.note(f"all {done} steps are complete. Set a larger run.steps to continue")
+            self.progress.note(f"all {done} steps are complete. Set a larger run.steps (sft: run.epochs) to go on")
         self.clock.lap()  # loading is not part of the first step
         return self
 

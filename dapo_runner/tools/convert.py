@@ -14,13 +14,13 @@ from dataclasses import replace
 from itertools import islice
 from math import gcd, isqrt, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from dapo_runner.config import ConfigError, ConvertConfig
 from dapo_runner.config.reading import may_change
 from dapo_runner.data.dataset import RECIPE_TEMPLATE
 from dapo_runner.data.reading import Problem, read_problems
-from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, read_jsonl, to_jsonl
+from dapo_runner.files import append_jsonl, atomic_write, drop_incomplete_line, lock_file, read_jsonl, to_jsonl
 from dapo_runner.http import HTTPError
 from dapo_runner.rewards.calls import pause
 from dapo_runner.rewards.judge import REFUSED, chat
@@ -191,27 +191,31 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
         if path.exists() and not journal.exists():
             raise ConfigError(f"{path}: already exists and is not overwritten. Choose another OUT.")
     held = {name for name in ConvertConfig.model_fields if not may_change(name, ConvertConfig)}
-    settled = _read_journal(journal, config.model_dump(mode="json", include=held))
-    waiting = {key: problem for key, problem in problems.items() if key not in settled}
-    for rows_by_key in _settle_all(waiting, config):
-        append_jsonl(journal, [{"key": key, "row": row} for key, row in rows_by_key.items()])
-        settled |= rows_by_key
-        report(f"{sum(key in settled for key in problems)} of {len(problems)} problems")
-    reasons = {key: settled[key]["conversion"].get("rejected", "kept") for key in problems}
-    for path, is_kept in ((beside(out, "rejected"), False), (out, True)):
-        chosen = (settled[key] for key, reason in reasons.items() if (reason == "kept") == is_kept)
-        atomic_write(path, to_jsonl(chosen))
-    journal.unlink()
+    with _lock(journal):
+        settled = _read_journal(journal, config.model_dump(mode="json", include=held))
+        waiting = {key: problem for key, problem in problems.items() if key not in settled}
+        for rows_by_key in _settle_all(waiting, config):
+            append_jsonl(journal, [{"key": key, "row": row} for key, row in rows_by_key.items()])
+            settled |= rows_by_key
+            report(f"{sum(key in settled for key in problems)} of {len(problems)} problems")
+        reasons = {key: settled[key]["conversion"].get("rejected", "kept") for key in problems}
+        for path, is_kept in ((beside(out, "rejected"), False), (out, True)):
+            chosen = (settled[key] for key, reason in reasons.items() if (reason == "kept") == is_kept)
+            atomic_write(path, to_jsonl(chosen))
+        journal.unlink()
     return Counter(reasons.values())
+
+
+def _lock(journal: Path) -> BinaryIO:
+    try:
+        return lock_file(journal)
+    except OSError as error:
+        raise ConfigError(f"{journal}: expected a file that this process alone can write to: {error}") from error
 
 
 def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return finished rows by key. The journal's first line has the settings of its first run. Raises ConfigError."""
-    try:
-        journal.touch()
-        drop_incomplete_line(journal)
-    except OSError as error:
-        raise ConfigError(f"{journal}: expected a file that can be written to: {error}") from error
+    drop_incomplete_line(journal)
     lines = read_jsonl(journal)
     if not lines:
         append_jsonl(journal, [settings])

@@ -172,6 +172,9 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     assert 0 <= figures["avg@3"] <= figures["pass@3"] <= 1
     monkeypatch.chdir(first.parent)
     assert evaluate(dapo, tmp_path, "step_000002")["avg@2"] == logged["avg@2"]
+    dapo("eval", newest, "--json", "/dev/full", code=1)
+    assert "No space left" in dapo.err
+    assert f"{logged['avg@2']:.1%}" in dapo.out
     dapo("eval", newest, "reward.kind=choice", code=2)  # no answer is a letter
     assert "reward.kind: expected a rule" in dapo.err
     (tmp_path / "best").symlink_to(newest)

@@ -300,6 +300,19 @@ def test_a_request_that_ends_after_its_run_keeps_nobody_out(monkeypatch: pytest.
     assert ownership.token == "b"
 
 
+def test_a_start_that_is_gone_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the lease of a killed run, and its claim is granted although nobody is there any more."""
+    monkeypatch.setattr(guard, "LEASE", 0.2)
+    ownership = Ownership()
+
+    async def claims() -> list[str | None]:
+        killed = await claim(ownership, "a")
+        return [killed, *await asyncio.gather(claim(ownership, "gone"), claim(ownership, "next"))]
+
+    assert asyncio.run(claims()) == [None, None, None]
+    assert ownership.token == "next"
+
+
 def test_a_late_request_of_the_last_owner_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server may have been silent for longer than the lease between a claim and the request."""
     monkeypatch.setattr(guard, "LEASE", 0.0)

@@ -14,7 +14,7 @@ from small import Dapo
 
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.data.reading import read_problems
-from dapo_runner.files import read_jsonl
+from dapo_runner.files import lock_file, read_jsonl
 from dapo_runner.tools.convert import RejectedError, Reply, as_integer, check, read_reply, request
 
 CIRCLE = "Let x and y be real numbers such that x^2+y^2-22x-16y+113=0. Determine the smallest possible value of x."
@@ -181,6 +181,8 @@ def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: 
         journal.write_text(journal.read_text() + '{"key": "cut')  # what a kill leaves
         assert not (tmp_path / "lost.jsonl").exists()
         dapo(*command, "model=another", code=2)
+        with lock_file(journal):
+            dapo.refuses(f"{journal}: expected a file that this process alone", *command)
         failing_from, before = 99, len(api.bodies)
         dapo(*command)
         assert len(api.bodies) - before == 8 - asked
