@@ -131,7 +131,12 @@ def test_gradient_accumulation() -> None:
 
 
 def train(
-    snippet: str, folder: Path, micro_batches: int = 2, bf16: bool = False, dtype: torch.dtype = torch.float32
+    snippet: str,
+    folder: Path,
+    micro_batches: int = 2,
+    bf16: bool = False,
+    dtype: torch.dtype = torch.float32,
+    takes_count: bool = True,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Two updates; the weights and the logged losses and gradient norms."""
     data = batch(rows=8)
@@ -144,7 +149,10 @@ def train(
     update = {"learning_rate": 1e-2, "optim": "sgd", "remove_unused_columns": False, "use_cpu": True}
     arguments = TrainingArguments(str(folder), bf16=bf16, **sizes, **quiet, **update)  # type: ignore[arg-type]
     model = network().to(dtype)
+    model.accepts_loss_kwargs = takes_count
     trainer = run(snippet, torch=torch)["DapoTrainer"](model=model, args=arguments, train_dataset=rows)
+    if not takes_count:
+        run("trainer: count", trainer=trainer)
     trainer.train()
     logged = [log[key] for log in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")]
     assert len(logged) == 4
@@ -156,6 +164,14 @@ def test_trainer(tmp_path: Path) -> None:
     after, fused_losses = train("trainer: after", tmp_path / "after")
     assert fused_losses == pytest.approx(losses, rel=1e-4)
     assert_same_moves(after, before)
+
+
+def test_trainer_of_a_model_that_takes_no_count(tmp_path: Path) -> None:
+    expected, losses = train("trainer: before", tmp_path / "counted")
+    for snippet in ("trainer: before", "trainer: after"):
+        weights, found = train(snippet, tmp_path / snippet[9:], takes_count=False)
+        assert found == pytest.approx(losses, rel=1e-4)
+        assert_same_moves(weights, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
