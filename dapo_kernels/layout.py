@@ -17,7 +17,8 @@ from dapo_kernels.backends import cpu_backend
 from dapo_kernels.objectives.table import is_number
 from dapo_kernels.records import LARGEST_LOGPROB, RowRequest, accumulate_dtype, on_host, readable
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROUNDED = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *ROUNDED, torch.float64)
 
 
 class SamplingMask(NamedTuple):
@@ -260,6 +261,17 @@ def check_tensor(caller: str, name: str, value: Any, expected: str = "a tensor")
             f"{caller}: {name} must be {expected} that this rank has all of, got a DTensor: call the loss inside the "
             "forward of the module that fully_shard wrapped (docs/guide.md, FSDP2), or pass its full_tensor()"
         )
+
+
+def check_not_rounded(caller: str, **values: Any) -> None:
+    """Raise TypeError for a tensor in 16 bits."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.dtype in ROUNDED:
+            raise TypeError(
+                f"{caller}: {name} must be float32, got {value.dtype}, which has two or three digits. Wrappers round "
+                "the inputs of forward: pass MixedPrecisionPolicy(cast_forward_inputs=False) to FSDP2; with Fabric or "
+                "Lightning set precision='32-true' and put torch.autocast around the call"
+            )
 
 
 def layout_of(

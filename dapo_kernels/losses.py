@@ -16,7 +16,15 @@ from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.engine.gradients import OF_HIDDEN, OF_LOGITS, gradient_unit
 from dapo_kernels.engine.tokens import loss_of_stats
 from dapo_kernels.head import head_of_call
-from dapo_kernels.layout import Layout, check_flag, check_rows_apart, layout_of, token_layout
+from dapo_kernels.layout import (
+    ROUNDED,
+    Layout,
+    check_flag,
+    check_not_rounded,
+    check_rows_apart,
+    layout_of,
+    token_layout,
+)
 from dapo_kernels.metrics import Metrics, PerToken, token_sums
 from dapo_kernels.objectives.own import OwnLoss, as_number
 from dapo_kernels.objectives.table import Objective
@@ -90,8 +98,8 @@ def dapo_loss(
         logits: [T, V] packed or [B, L, V] padded; float32, bfloat16 or float16 (float64 on the torch backend), any
             strides. ``logits[t]`` predicts ``target_ids[t]``: shift before the call. No other argument has a gradient.
         target_ids: [T] or [B, L], integers in [0, V).
-        old_logprobs: same shape, float32 (16 bits hold two or three digits), log-probs under the policy that sampled;
-            ``None`` means on-policy: ratio 1.
+        old_logprobs: same shape, float32 (16 bits, which hold two or three digits, are not allowed), log-probs under
+            the policy that sampled; ``None`` means on-policy: ratio 1.
             On the CPU, log-probs above 0 (such as probabilities passed by mistake) raise an error; elsewhere the metric
             ``positive_logprobs`` counts their tokens.
         advantages: float32, per token, or per sequence [S] / [B]. In a packed batch with S = T they are per token.
@@ -300,7 +308,7 @@ def policy_loss(
 
     Args:
         logprobs: [T] packed or [B, L] padded, of the tokens under the trained policy, at the temperature that the
-            tokens were sampled with; differentiable.
+            tokens were sampled with; differentiable. If they have 16 bits, old and reference log-probs may have, too.
         entropy: same shape, differentiable; required with ``entropy_coef`` or ``top_entropy``. Default: None.
 
     The other arguments and the errors are those of ``dapo_loss``, without those of logits, such as ``temperature``.
@@ -322,6 +330,8 @@ def policy_loss(
     """
     entropy = options.pop("entropy", None)
     layout = token_layout("policy_loss", "logprobs", logprobs, options.pop("cu_seqlens", None))
+    if logprobs.dtype not in ROUNDED:  # otherwise all are rounded alike: the ratio is 1 on-policy
+        check_not_rounded(layout.caller, old_logprobs=old_logprobs, ref_logprobs=options.get("ref_logprobs"))
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
     if call.needs_entropy and entropy is None:
         field = "entropy_coef" if call.objective.entropy_coef != 0 else "top_entropy"
@@ -411,6 +421,7 @@ def _row_call(
 ) -> tuple[PolicyCall, RowRequest]:
     want_entropy = check_flag(layout, "entropy", options.pop("entropy", False))
     temperature, sampling_mask = options.pop("temperature", 1.0), options.pop("sampling_mask", None)
+    check_not_rounded(layout.caller, old_logprobs=old_logprobs, ref_logprobs=options.get("ref_logprobs"))
     call = PolicyCall.of(layout, objective, old_logprobs, advantages, options)
     want_entropy = want_entropy or call.needs_entropy
     return call, layout.request(target_ids, temperature, call.tokens.live, want_entropy, sampling_mask)

@@ -21,7 +21,7 @@ from dapo_kernels.engine.chunks import may_wait
 from dapo_kernels.integrations.heads import LogitRule, check_head, head_of
 from dapo_kernels.integrations.probe import check_logits, ignores_left_padding, is_causal, is_packable, undisturbed
 from dapo_kernels.integrations.rope import fixed_frequencies
-from dapo_kernels.layout import check_tensor
+from dapo_kernels.layout import check_not_rounded, check_tensor
 from dapo_kernels.logprobs import TokenStats, linear_token_logprobs
 from dapo_kernels.losses import Chosen, LinearOptions, LossOutput, linear_dapo_loss
 from dapo_kernels.objectives.table import FIELDS, is_number, resolve_objective
@@ -38,7 +38,6 @@ _REFUSED = {
 _OF_LOGPROBS = set(inspect.signature(linear_token_logprobs).parameters)
 _NAMES = tuple(LinearOptions.__annotations__)
 _MAY_BE_ROUNDED = {"mask", *Head._fields}
-_ROUNDED = (torch.bfloat16, torch.float16)
 
 
 class PolicyLoss(nn.Module):
@@ -227,13 +226,8 @@ class PolicyLoss(nn.Module):
             raise ValueError(f"PolicyLoss: mode must be 'loss' or 'logprobs', got {mode!r}")
         if mode == "logprobs" and (old_logprobs is not None or advantages is not None):
             raise ValueError("PolicyLoss: mode='logprobs' is not supported with old_logprobs and advantages: omit them")
-        for name, value in {"old_logprobs": old_logprobs, "advantages": advantages, **options}.items():
-            if name not in _MAY_BE_ROUNDED and isinstance(value, Tensor) and value.dtype in _ROUNDED:
-                raise TypeError(
-                    f"PolicyLoss: {name} must be float32, got {value.dtype}, which has two or three digits. Wrappers "
-                    "round the inputs of forward: pass MixedPrecisionPolicy(cast_forward_inputs=False) to FSDP2; with "
-                    "Fabric leave precision='32-true' and put torch.autocast around the call"
-                )
+        exact = {name: value for name, value in options.items() if name not in _MAY_BE_ROUNDED}
+        check_not_rounded("PolicyLoss", old_logprobs=old_logprobs, advantages=advantages, **exact)
 
 
 def _check_ids(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

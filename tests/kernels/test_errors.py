@@ -310,6 +310,17 @@ def test_rows_that_are_not_shifted_are_named(function: str) -> None:
         refused(ValueError, function, arguments, rows, "shifted", "target_ids")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_log_probs_in_16_bits_are_refused_unless_the_trained_ones_are_rounded_too(dtype: torch.dtype) -> None:
+    rounded, reference = LOGPROBS.to(dtype), {"kl_coef": 0.1, "ref_logprobs": LOGPROBS}
+    for function in (*LOSSES, "policy_loss_from_logits", "policy_loss_from_hidden"):
+        for name in ("old_logprobs", "ref_logprobs"):
+            given = {**good(function), **reference, name: rounded}
+            refused(TypeError, function, given, f"{function}: {name}", str(dtype))
+    alike = dict.fromkeys(("logprobs", "old_logprobs", "ref_logprobs"), rounded)
+    assert run("policy_loss", {**good("policy_loss"), **reference, **alike}).loss == -1
+
+
 @pytest.mark.parametrize("bad", [-1, V, -100, 2**40])
 def test_target_ids_out_of_range(backend: str, bad: int) -> None:
     """IndexError on a live token at every function; on a dead token it is padding."""
