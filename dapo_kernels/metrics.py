@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Metrics(Mapping[str, Tensor]):
         return f"Metrics({self._computed()!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self._computed(),)
+        return OrderedDict, (self._computed(),)  # torch.load refuses a call of dict
 
 
 def _versions(tokens: PerToken) -> list[int] | None:

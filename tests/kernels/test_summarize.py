@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import pickle
 import re
@@ -162,6 +163,13 @@ def test_libraries_may_rebuild_metrics() -> None:
     assert len(metrics) == len(again) > 5
     assert "tokens" in repr(metrics)
     assert summarize(again) == summarize(metrics) == summarize(pickle.loads(pickle.dumps(metrics)))
+
+
+def test_a_checkpoint_may_hold_metrics() -> None:
+    metrics, checkpoint = output().metrics, io.BytesIO()
+    torch.save({"metrics": metrics}, checkpoint)
+    checkpoint.seek(0)
+    assert summarize(torch.load(checkpoint)["metrics"]) == summarize(metrics)
 
 
 # --- over ranks -------------------------------------------------------------------------------------------
