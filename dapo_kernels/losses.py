@@ -49,8 +49,9 @@ class LossOutput(NamedTuple):
 
     ``loss`` is 0-d and carries the gradient. ``logprobs`` and ``entropy`` are detached, in the layout of
     ``target_ids``, 0 on masked tokens; ``entropy`` is ``None`` if it was not computed. ``metrics`` are sums over live
-    tokens, computed when they are first read; see ``summarize``. Read them before you change an input through a NumPy
-    array that shares its memory: that change is not noticed.
+    tokens (``ratio_max``: the maximum), computed when they are first read; add them up with ``summarize`` or
+    ``reduce_metrics``. Read them before you change an input through a NumPy array that shares its memory: that change
+    is not noticed.
 
     Example:
         >>> import torch

@@ -201,6 +201,8 @@ def _tables(caller: str, metrics: Any) -> list[dict[str, float]]:
     for part in parts:
         if isinstance(part, Mapping):
             wrong = [f"a mapping to {type(x).__name__}" for x in part.values() if not isinstance(x, Tensor)]
+            gathered = [x for x in part.values() if isinstance(x, Tensor) and x.dim() > 0]
+            wrong += [f"tensors {list(x.shape)}: for those of all ranks use reduce_metrics" for x in gathered]
         else:
             wrong = [type(part).__name__]
         if wrong:

@@ -126,7 +126,9 @@ def output() -> Any:
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, "x", 3, [1.0], output(), {"tokens": 3.0}], ids=lambda wrong: type(wrong).__name__
+    "wrong",
+    [None, "x", 3, [1.0], output(), {"tokens": 3.0}, {"tokens": torch.ones(2)}],  # the last one gathered from two ranks
+    ids=lambda wrong: type(wrong).__name__,
 )
 def test_anything_else_than_metrics_is_refused(wrong: Any) -> None:
     for function in (summarize, reduce_metrics):
