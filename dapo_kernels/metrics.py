@@ -210,7 +210,8 @@ def _tables(caller: str, metrics: Any) -> list[dict[str, float]]:
                 f"{caller}: metrics must be the metrics of a loss (out.metrics), or several of them in a list, got "
                 f"{wrong[0]}"
             )
-    return [_on_host(part) for part in parts if part]
+    stacked = [(part, torch.stack([x.detach().double() for x in part.values()])) for part in parts if part]
+    return [dict(zip(part, values.tolist(), strict=True)) for part, values in stacked]  # the first copy waits for all
 
 
 def _summary(caller: str, table: list[dict[str, float]]) -> dict[str, float]:
@@ -220,12 +221,6 @@ def _summary(caller: str, table: list[dict[str, float]]) -> dict[str, float]:
     if not any(part.get("clip_high") for part in table):
         names.pop("clip_high_prob", None)  # no token was clipped
     return {name: _combined(name, [part for part in table if name in part]) for name in names}
-
-
-def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
-    """Copy the values to the host at once."""
-    values = torch.stack([value.detach().double() for value in part.values()])
-    return dict(zip(part, values.tolist(), strict=True))
 
 
 def _combined(name: str, table: list[dict[str, float]]) -> float:
