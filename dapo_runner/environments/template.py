@@ -81,10 +81,10 @@ class TurnTemplate:
         if not self.chat:  # two messages can make a special token together
             return self._tokenize(self._plain("".join(message.content for message in messages)))
         plain = ({"role": message.role, "content": self._plain(message.content)} for message in messages)
-        text = self._render([*self._turns, *plain]).partition(CUT)[2]
-        if self.is_special(last_token):  # the policy has closed its turn itself
-            text = text.removeprefix(self.tokenizer.decode([last_token]))
-        return self._tokenize(text)
+        ids = self._tokenize(self._render([*self._turns, *plain]).partition(CUT)[2])
+        # The policy may have closed its turn itself. Only space stands before that token, a tokenizer's own included.
+        n = ids.index(last_token) if self.is_special(last_token) and last_token in ids else -1
+        return ids if self.tokenizer.decode(ids[:n]).strip() else ids[n + 1 :]
 
     def is_special(self, token: int) -> bool:
         return token in self._special_ids

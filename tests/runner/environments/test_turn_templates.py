@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from talkers import CHATML, chat_tokenizer
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -74,6 +74,22 @@ def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bo
             assert f"<|im_end|>{tokenizer.decode(closed)}" == written
         opened = tokenizer.decode(template.open_episode([("user", "1")], "?"))
         assert tokenizer.apply_chat_template([{"role": "user", "content": "1?"}], **options).endswith(opened)
+
+
+@pytest.mark.parametrize("space", ["", " "], ids=repr)  # Llama 2 writes one before the end of a turn
+@pytest.mark.parametrize("rstrip", [False, True])  # Phi-3's end takes the space behind it
+def test_a_reply_has_the_tokens_of_a_whole_conversation(space: str, rstrip: bool) -> None:
+    tokenizer = chat_tokenizer(CHATML.replace("<|im_end|>", f"{space}<|im_end|>"))
+    tokenizer.eos_token = AddedToken("<|im_end|>", special=True, rstrip=rstrip)
+    backend = tokenizer.backend_tokenizer  # a space before a text, as sentencepiece's
+    first = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first", split=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([first, backend.pre_tokenizer])
+    backend.decoder = decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])
+    turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))["input_ids"]
+    _, end, _ = (index for index, token in enumerate(whole) if token == tokenizer.eos_token_id)
+    reply = TurnTemplate(tokenizer, chat=True, tools=None).reply([Message("user", "3")], tokenizer.eos_token_id)
+    assert reply == whole[end + 1 :]
 
 
 def test_a_refusal_shows_the_first_difference() -> None:
