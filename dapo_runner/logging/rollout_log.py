@@ -133,11 +133,18 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, special tokens included. If several tokens encode one character, the last one has
-    its text and the others have "".
-    """
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
+    """Return the text of each token, special ones included. A character of several tokens is the text of the last."""
+    backend, stream = getattr(tokenizer, "backend_tokenizer", None), DecodeStream(skip_special_tokens=False)
+    if backend is None:  # a tokenizer of Python code
+        return [tokenizer.decode([token_id]) for token_id in token_ids]
+    texts = []
+    for token_id in token_ids:
+        try:
+            texts.append(stream.step(backend, token_id) or "")
+        except Exception:  # behind bytes of no character
+            stream = DecodeStream(skip_special_tokens=False)
+            texts.append(stream.step(backend, token_id) or "")
+    return texts
 
 
 def _token_record(sample: Sample, sequence: TrainingSequence, values: TokenValues | None) -> dict[str, list[Any]]:

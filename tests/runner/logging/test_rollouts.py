@@ -17,7 +17,7 @@ from builders import make_group, make_prompt, make_sample
 from rich.console import Console
 from small import Dapo
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.selection import TokenValues
@@ -132,6 +132,20 @@ def test_tokens_have_their_text_and_a_character_of_several_stands_with_its_last(
     assert token_texts(PreTrainedTokenizerFast(tokenizer_object=words), [0, 1, 2]) == ["to", " be", "ing"]
     tiny = make_tokenizer()
     assert token_texts(tiny, [*tiny.encode("Answer: 7"), 1]) == ["Answer: ", "7", "<eos>"]
+
+
+def test_texts_of_tokens_go_on_behind_bytes_of_no_character() -> None:
+    """With a sentencepiece tokenizer, whose stream of tokens raises there."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"ok": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    pieces = token_texts(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [*b"\n\xe4", 256, *"é".encode(), 256])
+    assert pieces == ["\n", "", "ok", "", "é", "ok"]
+
+
+def test_a_tokenizer_in_python_gives_the_text_of_each_token() -> None:
+    tokenizer = ByT5Tokenizer()
+    assert token_texts(tokenizer, [*tokenizer.encode("ok\n")]) == ["o", "k", "\n", "</s>"]
 
 
 # `dapo show`
