@@ -20,14 +20,14 @@ from small import SEGMENTS, events_of, small_recipe
 from transformers import LlamaForCausalLM
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import Config, TinyModelConfig, apply_overrides, parse
+from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
 from dapo_runner.engines.vllm import VLLMEngine
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.loop import train
 from dapo_runner.parallel.world import SINGLE_PROCESS
-from dapo_runner.policy.model import load_policy
+from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
 from dapo_runner.run.folder import TINY_MODEL
@@ -240,6 +240,16 @@ def whole_run(folder: Path, start: Path | None = None, /, **run: Any) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole_run(tmp_path_factory.mktemp("whole"), steps=2)
+
+
+def test_the_tokenizer_of_a_folder_is_not_that_of_mistral_common(tmp_path: Path) -> None:
+    """Which comes with vLLM and has no chat template: the meaning of a recipe must not depend on it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}="
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    assert load_tokenizer(tmp_path, ModelConfig(path="x")).chat_template == tokenizer.chat_template
 
 
 def test_a_whole_run(whole: Path) -> None:

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import CPU, assert_same_gradients, learner_of, update
 from refusals import refused
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
@@ -457,6 +458,24 @@ def test_a_response_is_decoded_as_it_was_sampled(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) != text
     loaded = load_tokenizer(tmp_path, ModelConfig(path="x"))
     assert loaded.decode(loaded(text)["input_ids"]) == text
+
+
+def test_byte_level_tokens_under_the_class_of_llama_are_refused(tmp_path: Path) -> None:
+    """As in folders of DeepSeek's distilled Llama: transformers loads them as sentencepiece's, without spaces."""
+    words = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "Ġthe"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e"), ("Ġ", "the")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}))
+    loaded = load_tokenizer(tmp_path, ModelConfig(path="x"))
+    assert loaded.tokenize("the the\n") == ["the", "Ġthe", "Ċ"]
+    settings.write_text(json.dumps({"tokenizer_class": "LlamaTokenizerFast", "eos_token": "<eos>"}))
+    with refused("model.path", parts=[str(tmp_path), "tokenizer_class"]):
+        load_tokenizer(tmp_path, ModelConfig(path="x"))
 
 
 def test_a_model_with_a_temperature_alone_can_be_saved(model_folder: Path, tmp_path: Path) -> None:
