@@ -35,12 +35,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if (out := options.json) is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise ConfigError(f"--json: expected a file in a folder that can be written to, got {out}")
     config, source = _target(options.target, overrides)
-    setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
-    check_length("model.path", source, config.model, config.longest_sequence, setting)
     tokenizer = load_tokenizer(source, config.model)
     dataset = load_data(config, tokenizer)
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
+    setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
+    ids = [prompt.token_ids for prompt in dataset.heldout]
+    check_length("model.path", source, config.model, config.longest_sequence, setting, ids)
     complain(f"data: {dataset.report.describe()}")
     if unmatchable := unmatchable_answers(config, [] if config.data.eval else dataset.train, dataset.heldout):
         complain(unmatchable)

@@ -62,11 +62,11 @@ def _dry_run(config: Config) -> int:
     if config.run.from_ is not None and not (config.run_dir / METRICS_FILE).exists():
         find_origin(config)
     path = config.model.path
-    if path is not None:
-        check_lengths(config, path, download=False)
     is_here = path is None or is_local(path, "tokenizer_config.json")
     tokenizer = tiny_tokenizer(config) if path is None else load_tokenizer(path, config.model) if is_here else None
     dataset = load_data(config, tokenizer)
+    if path is not None:
+        check_lengths(config, path, [*dataset.train, *dataset.heldout], download=False)
     make_curriculum(config.sampler.curriculum, dataset.train)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         print(unmatchable)

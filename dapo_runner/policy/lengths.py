@@ -1,8 +1,9 @@
-"""Check the length of sequences against the limits of a model."""
+"""Check sequences against the limits of a model: their lengths, and the ids of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from huggingface_hub import try_to_load_from_cache
 from dapo_kernels.integrations.rope import fixed_frequencies
 from dapo_runner.config import Config, ConfigError, ModelConfig
 from dapo_runner.errors import describe_error
+from dapo_runner.types import Prompt
+
+Ids = Iterable[Sequence[int]]
 
 
-def check_lengths(config: Config, source: str | Path, *, download: bool) -> None:
-    """Check the longest prompt and response of a run against each of its models; ``source`` is the policy. Without
+def check_lengths(config: Config, source: str | Path, prompts: Sequence[Prompt] = (), *, download: bool) -> None:
+    """Check ``prompts`` and the longest sequence of a run against each of its models; ``source`` is the policy. Without
     ``download`` each configuration that is not on this machine is a printed line. Raises ConfigError, also if a
     configuration cannot be loaded.
     """
+    ids = [prompt.token_ids for prompt in prompts]
     critic = None if config.critic is None else config.critic.path
     reference = "loss.reference" if config.distillation is None else "distillation.teacher"
     models = {"model.path": source, reference: config.reference_path, "critic.path": critic}
@@ -30,7 +35,7 @@ def check_lengths(config: Config, source: str | Path, *, download: bool) -> None
             is_evaluation = config.evaluation_tokens > config.rollout.max_response_tokens
             longest = config.longest_sequence
             setting = f"{'evaluation' if is_evaluation else 'rollout'}.max_response_tokens"
-            found = check_length(key, path, config.model, longest, setting, local_files_only=not download)
+            found = check_length(key, path, config.model, longest, setting, ids, local_files_only=not download)
             if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
                 _check_windows(config, found)
         else:
@@ -50,9 +55,12 @@ def local_file(path: str | Path, file: str) -> Path | None:
     return None
 
 
-def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, **options: Any) -> Any:
+def check_length(
+    key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, ids: Ids = (), **options: Any
+) -> Any:
     """Return the model configuration at ``path``. Raises ConfigError if it cannot be loaded, or supports fewer than the
-    ``longest`` tokens. The message names ``key`` and the ``setting`` to change. ``options``: of `from_pretrained`.
+    ``longest`` tokens, or not the token ``ids``. The message names ``key``, and the ``setting`` that lowers the length.
+    ``options``: of `from_pretrained`.
     """
     from transformers import AutoConfig
 
@@ -66,6 +74,9 @@ def check_length(key: str, path: str | Path, model: ModelConfig, longest: int, s
         raise ConfigError(
             f"{setting}: expected at most {limit} tokens (prompt and response), {reason} of {key}={path}, got {longest}"
         )
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", math.inf)
+    if (highest := max((max(sequence, default=0) for sequence in ids), default=0)) >= size:
+        raise ConfigError(f"{key}: expected token ids below {size}, the vocab_size of {path}, got {highest}")
     return config
 
 

@@ -160,8 +160,9 @@ def initial_model(config: Config, progress: Progress) -> str | Path:
 def build_dataset(config: Config, source: str | Path, context: RunContext) -> Dataset:
     """Load the prompts, tokenized for the model ``source``, and note cautions about them. Raises ConfigError."""
     world, note = context.world, context.progress.note
-    world.run_or_raise_everywhere(lambda: check_lengths(config, source, download=True))
     dataset = world.run_or_raise_everywhere(lambda: load_data(config, load_tokenizer(source, config.model)))
+    prompts = [*dataset.train, *dataset.heldout]
+    world.run_or_raise_everywhere(lambda: check_lengths(config, source, prompts, download=True))
     note(f"data: {dataset.report.describe()}")
     if len(dataset.train) >= MANY_PROMPTS:  # a full collection would take seconds to go through them
         gc.collect()

@@ -10,13 +10,16 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from builders import write_rows
 from refusals import refused
-from small import small_recipe, write_recipe
+from sft_runs import write_sft_recipe
+from small import Dapo, small_recipe, write_recipe
 from transformers import GPT2Config, LlamaConfig, MambaConfig, Phi3Config, Qwen2MoeConfig
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ModelConfig, parse
 from dapo_runner.policy.lengths import check_length, check_lengths
+from dapo_runner.tiny_model import make_tokenizer
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 32}
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -76,6 +79,25 @@ def test_a_run_and_its_dry_run_refuse_what_is_too_long(
             error = capsys.readouterr().err
             assert "rollout.max_response_tokens" in error
             assert key in error
+
+
+def test_tokens_without_an_embedding_are_refused(model_folder: Path, tmp_path: Path, dapo: Dapo) -> None:
+    """Such as those of a tokenizer to which tokens were added, and its model not resized. Unused ones do no harm."""
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["#"])
+    tokenizer.save_pretrained(model)
+    assert json.loads((model / "config.json").read_text())["vocab_size"] == tokenizer.convert_tokens_to_ids("#")
+    recipe = write_recipe(tmp_path, steps=1)
+    given = ["train", recipe, "model.tiny=null", f"model.path={model}"]
+    assert "data:" in dapo(*given, "--dry-run")
+    given.append("data.template='{question}#'")
+    for command in (given, [*given, "--dry-run"], ["eval", *given[1:]]):
+        dapo.refuses(f"model.path: {model}", *command)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "completion": "3#"}])
+    for more in ([], ["--dry-run"]):
+        recipe = write_sft_recipe(model, rows, tmp_path / "sft.yaml", data={"eval_size": 0})
+        dapo.refuses(f"model.path: {model}", "sft", recipe, *more)
 
 
 def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
