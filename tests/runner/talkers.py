@@ -32,6 +32,16 @@ def chat_tokenizer(template: str = CHATML) -> Any:
     )
 
 
+def sentencepiece_spaces(tokenizer: Any) -> None:
+    """Let a ``chat_tokenizer`` put a space before each text, and write it as `~`."""
+    from tokenizers import decoders, pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    first = pre_tokenizers.Metaspace(replacement="~", prepend_scheme="first", split=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([first, backend.pre_tokenizer])
+    backend.decoder = decoders.Sequence([decoders.Replace("~", " "), decoders.Fuse()])
+
+
 class Talker:
     """Answers three turns with `n+`, pays 0.25 for each, and 1 more at the end."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dapo_runner.config.commands import SftColumnsConfig, SftConfig, SftDataConfig
-from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, render, tokenize, uses_chat_template
+from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, tokenize, uses_chat_template
 from dapo_runner.data.reading import as_messages, convert_rows, get_column
 from dapo_runner.environments.template import common_length
 from dapo_runner.errors import ConfigError
@@ -135,9 +135,12 @@ def _other_form(pair: Pair, tokenizer: Any, data: SftDataConfig) -> str | None:
     """Return what the chat template writes for an example, if it is not what trains."""
     if not uses_chat_template(tokenizer, data):
         return None
-    turns, options = [*pair.prompt, ("assistant", pair.completion)], _thinking(pair) | data.chat_template_kwargs
-    written = render(turns, tokenizer, True, **options, add_generation_prompt=False)
-    said = render(pair.prompt, tokenizer, True, **options) + pair.completion.removesuffix(tokenizer.eos_token)
+    # Text that was tokenized: some tokenizers put a space before a text, which may or may not be the template's.
+    ((_, opened),) = tokenize([pair.prompt], tokenizer, data, **_thinking(pair))
+    turns, options = [*pair.prompt, ("assistant", pair.completion)], _thinking(pair) | {"add_generation_prompt": False}
+    ((_, whole),) = tokenize([turns], tokenizer, data, **options)
+    completion = tokenizer(pair.completion, add_special_tokens=False)["input_ids"]
+    written, said = tokenizer.decode(whole), tokenizer.decode([*opened, *completion]).removesuffix(tokenizer.eos_token)
     n = common_length(written, trained := said + tokenizer.eos_token)
     if n == len(trained) or written == said:  # some templates end no turn
         return None

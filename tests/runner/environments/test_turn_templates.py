@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from talkers import CHATML, chat_tokenizer
-from tokenizers import AddedToken, decoders, pre_tokenizers
+from talkers import CHATML, chat_tokenizer, sentencepiece_spaces
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -39,6 +39,7 @@ def template_of(name: str) -> str:
         (CHATML, True, False),  # lists no tools
         (CHATML.replace("{{ m['content']", "{% if loop.last %}now: {% endif %}{{ m['content']"), False, False),
         (OLD, False, False),
+        (LISTED.replace("m['content']", "m['content'] + (1 if m['role'] == 'tool' else '')"), True, False),  # fails
         ("qwen3", False, True),  # drops thoughts once the user has said more, not after a tool
         ("qwen3_training", True, True),
         ("qwen3_5_think", False, False),  # writes calls in another form
@@ -81,10 +82,7 @@ def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bo
 def test_a_reply_has_the_tokens_of_a_whole_conversation(space: str, rstrip: bool) -> None:
     tokenizer = chat_tokenizer(CHATML.replace("<|im_end|>", f"{space}<|im_end|>"))
     tokenizer.eos_token = AddedToken("<|im_end|>", special=True, rstrip=rstrip)
-    backend = tokenizer.backend_tokenizer  # a space before a text, as sentencepiece's
-    first = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first", split=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([first, backend.pre_tokenizer])
-    backend.decoder = decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])
+    sentencepiece_spaces(tokenizer)
     turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
     whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))["input_ids"]
     _, end, _ = (index for index, token in enumerate(whole) if token == tokenizer.eos_token_id)

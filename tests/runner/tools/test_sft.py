@@ -18,6 +18,7 @@ from refusals import refused
 from safetensors.torch import load_file
 from sft_runs import recipe_of, run, steps_of, write_sft_recipe
 from small import AtPhase, Dapo, Notes
+from talkers import chat_tokenizer, sentencepiece_spaces
 from transformers import AutoModelForCausalLM
 
 from dapo_runner.checkpoint.files import checkpoint_to_resume
@@ -172,6 +173,34 @@ def test_a_template_that_writes_answers_in_another_form_is_noted(
         notes = Notes()
         sft(parse(yaml.safe_load(recipe.read_text()), SftConfig), notes)
         assert note in notes.lines
+
+
+@pytest.mark.parametrize(
+    ("before", "is_noted"),
+    [
+        ("<|im_start|>assistant\n", True),  # as in Zephyr: no space behind the line end
+        ("<|im_end|> ", False),  # as in Mistral: a space behind a special token
+    ],
+)
+def test_a_space_of_the_tokenizer_is_noted_where_the_template_has_none(
+    model_folder: Path, tmp_path: Path, before: str, is_noted: bool
+) -> None:
+    """As with sentencepiece, whose space is part of the first token of a text."""
+    turn = "{% if m.role == 'user' %}{{ m.content }}{% else %}BEFORE{{ m.content }}<|im_end|>{% endif %}"
+    opened = "{% if add_generation_prompt %}BEFORE{% endif %}".replace("BEFORE", before.rstrip(" "))
+    tokenizer = chat_tokenizer(f"{{% for m in messages %}}{turn}{{% endfor %}}".replace("BEFORE", before) + opened)
+    sentencepiece_spaces(tokenizer)
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2", "completion": "3"}])
+    note = load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), tokenizer).note
+    assert (note is not None) == is_noted
+    assert not is_noted or r"\n 3<" in str(note)
+
+
+def test_a_template_that_fails_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2", "completion": "3"}])
+    with refused("data.chat_template", parts=["no roles"]):
+        tokenizer = chat_tokenizer("{{ raise_exception('no roles') }}")
+        load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), tokenizer)
 
 
 def test_held_out_rows_have_a_split_of_their_own(model_folder: Path, tmp_path: Path) -> None:
