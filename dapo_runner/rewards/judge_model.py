@@ -80,13 +80,15 @@ class JudgeModel:
     def _first_tokens(self, word: str) -> set[int]:
         forms = (word, word.lower(), word.capitalize(), word.upper())
         texts = [before + form for form in forms for before in ("", " ")]
-        return {ids[0] for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]}
+        # Some tokenizers put a space before each text, but a reply may begin without one.
+        words, firsts = self.tokenizer.get_vocab(), self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return {ids[0] for ids in firsts} | {words[form] for form in forms if form in words}
 
     def _tokens_of(self, conversation: Conversation) -> list[int]:
         chat, turns = bool(self.tokenizer.chat_template), [(one["role"], one["content"]) for one in conversation]
         try:
             text = render(turns, self.tokenizer, chat, enable_thinking=False)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"reward.judge: requires a chat template for a user message, got: {error}") from error
         ids = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return ids[:-1] if not chat and ends_with_eos(self.tokenizer) else ids

@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 from small import AtPhase, Dapo, Notes, events_of, small_recipe, write_recipe
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dapo_runner import http
 from dapo_runner.config import Config, ConfigError, JudgePrompt, parse
@@ -386,10 +387,19 @@ def test_what_that_model_cannot_do_is_refused(of_here: dict[str, Any], tmp_path:
     special = [("<eos>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=special)
     assert tokenizer.decode(judge.model._tokens_of([{"role": "user", "content": "7=8?"}])) == "7=8?"
-    judge.model.tokenizer.chat_template = "{{ raise_exception('no user role') if messages[0].role == 'user' }}"
-    with refused("reward.judge"):
-        judge.check()
+    for unfit in ("{{ raise_exception('no user role') if messages[0].role == 'user' }}", "{{ 1 + 'a' }}"):
+        judge.model.tokenizer.chat_template = unfit
+        with refused("reward.judge"):
+            judge.check()
     dapo("train", write_recipe(tmp_path), "reward.kind=judge", f"reward.judge.model={tmp_path}", "--dry-run", code=2)
+
+
+def test_a_word_without_the_space_of_the_tokenizer_is_an_answer(of_here: dict[str, Any]) -> None:
+    words = Tokenizer(models.WordLevel({"YES": 0, "NO": 1, "▁YES": 2, "▁NO": 3, "?": 4}, "?"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    judge = Judge(config_of({**of_here, "answers": ["YES", "NO"]}).reward, "cpu")
+    judge.model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    assert judge.model._answers == [{0, 2}, {1, 3}]
 
 
 def run_with(judge: dict[str, Any], folder: Path) -> Config:
