@@ -164,7 +164,7 @@ def tokenize(
     chat = uses_chat_template(tokenizer, data)
     try:
         texts = [render(turns, tokenizer, chat, **(kwargs | data.chat_template_kwargs)) for turns in conversations]
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:  # any of them from a template
         raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
     blocks = (texts[start : start + BLOCK] for start in range(0, len(texts), BLOCK))  # encodings are large

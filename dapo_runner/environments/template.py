@@ -124,7 +124,7 @@ class TurnTemplate:
         for form in (arguments, json.dumps(arguments)):  # some templates take only text
             calls = [{"type": "function", "id": "call00000", "function": {"name": name, "arguments": form}}]
             answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
-            with suppress(ConfigError, TypeError):
+            with suppress(ConfigError):
                 text = self._render([question, answer], add_generation_prompt=False).rpartition(CUT)[2]
                 break
         with suppress(ValueError):
@@ -136,7 +136,7 @@ class TurnTemplate:
         arguments = {**self.kwargs, "tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
         try:
             return str(self.tokenizer.apply_chat_template(list(turns), **arguments))
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ConfigError(f"env: expected a chat template that takes the roles {roles}: {error}") from error
 

@@ -91,7 +91,7 @@ def note_unstopped_end(config: Config, tokenizer: Any, stop_ids: list[int], note
     """Note a special token that the chat template puts behind an answer, if no response ends there."""
     turns, options = [("user", "A text."), ("assistant", CUT)], config.data.chat_template_kwargs
     chat = uses_chat_template(tokenizer, config.data)
-    with suppress(TemplateError):  # some templates require other roles
+    with suppress(TemplateError, TypeError, ValueError):  # some templates require other roles
         end = render(turns, tokenizer, chat, **options, add_generation_prompt=False).rpartition(CUT)[2].strip()
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         ending = list(takewhile(special_ids(tokenizer).__contains__, ids))

@@ -363,7 +363,7 @@ def test_heldout_problems_are_cut_from_the_training_file(tmp_path: Path) -> None
 def test_templates(tmp_path: Path) -> None:
     rows = [dapo_row("Why?", "1", "system: Be brief.")]
 
-    def prompt(tokenizer: CharTokenizer, **data: Any) -> Any:
+    def prompt(tokenizer: Any, **data: Any) -> Any:
         return load_data(config_of(tmp_path / "d.jsonl", rows, template="plain", **data), tokenizer).train[0]
 
     chat = prompt(CharTokenizer("yes"))
@@ -374,6 +374,11 @@ def test_templates(tmp_path: Path) -> None:
         prompt(CharTokenizer(), chat_template="always")
     with refused("data.chat_template", parts=["no system"]):
         prompt(StrictTokenizer("yes"))
+    for unfit in ({"a": "{{ 1 + 'a' }}"}, "{{ 1 + 'a' }}"):  # several templates, none of them `default`
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = unfit
+        with refused("data.chat_template"):
+            prompt(tokenizer)
     wrapped = apply_template("dapo", r"Find \frac{a}{b}.")
     assert wrapped.startswith(RECIPE_OPENING)
     assert r"Find \frac{a}{b}." in wrapped
