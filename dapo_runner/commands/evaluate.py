@@ -40,8 +40,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
-    ids = [prompt.token_ids for prompt in dataset.heldout]
-    check_length("model.path", source, config.model, config.longest_sequence, setting, ids)
+    highest = max(max(prompt.token_ids, default=0) for prompt in dataset.heldout)
+    check_length("model.path", source, config.model, config.longest_sequence, setting, highest)
     complain(f"data: {dataset.report.describe()}")
     if unmatchable := unmatchable_answers(config, [] if config.data.eval else dataset.train, dataset.heldout):
         complain(unmatchable)

@@ -66,7 +66,7 @@ def _dry_run(config: Config) -> int:
     tokenizer = tiny_tokenizer(config) if path is None else load_tokenizer(path, config.model) if is_here else None
     dataset = load_data(config, tokenizer)
     if path is not None:
-        check_lengths(config, path, [*dataset.train, *dataset.heldout], download=False)
+        check_lengths(config, path, dataset.train + dataset.heldout, download=False)
     make_curriculum(config.sampler.curriculum, dataset.train)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         print(unmatchable)

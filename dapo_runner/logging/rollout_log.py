@@ -80,9 +80,8 @@ class RolloutLog:
         self, sample: Sample, sequence: TrainingSequence, values: TokenValues | None
     ) -> dict[str, Any]:
         """Return the advantage, or the segments, and the values per token if they are saved."""
-        record = jsonable({"advantage": float(sequence.advantages[-1])})
-        if sample.segments:
-            record = {"segments": [jsonable(asdict(segment)) for segment in sample.segments]}
+        segments = [jsonable(asdict(segment)) for segment in sample.segments]
+        record = jsonable({"advantage": float(sequence.advantages[-1])}) if not segments else {"segments": segments}
         if self.tokenizer is not None:
             text = token_texts(self.tokenizer, sample.completion.token_ids.tolist())
             record["per_token"] = {"text": text, **_token_record(sample, sequence, values)}
@@ -134,16 +133,14 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token, special ones included. A character of several tokens is the text of the last."""
-    backend, stream = getattr(tokenizer, "backend_tokenizer", None), DecodeStream(skip_special_tokens=False)
-    if backend is None:  # a tokenizer of Python code
-        return [tokenizer.decode([token_id]) for token_id in token_ids]
-    texts = []
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    stream, texts = DecodeStream(skip_special_tokens=False), list[str]()
     for token_id in token_ids:
         try:
             texts.append(stream.step(backend, token_id) or "")
-        except Exception:  # behind bytes of no character
+        except Exception:  # behind bytes of no character, or always: a tokenizer in Python has no backend
             stream = DecodeStream(skip_special_tokens=False)
-            texts.append(stream.step(backend, token_id) or "")
+            texts.append((stream.step(backend, token_id) or "") if backend else tokenizer.decode([token_id]))
     return texts
 
 

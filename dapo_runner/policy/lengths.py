@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,29 +15,24 @@ from dapo_runner.config import Config, ConfigError, ModelConfig
 from dapo_runner.errors import describe_error
 from dapo_runner.types import Prompt
 
-Ids = Iterable[Sequence[int]]
-
 
 def check_lengths(config: Config, source: str | Path, prompts: Sequence[Prompt] = (), *, download: bool) -> None:
     """Check ``prompts`` and the longest sequence of a run against each of its models; ``source`` is the policy. Without
     ``download`` each configuration that is not on this machine is a printed line. Raises ConfigError, also if a
     configuration cannot be loaded.
     """
-    ids = [prompt.token_ids for prompt in prompts]
+    highest = max((max(prompt.token_ids, default=0) for prompt in prompts), default=0)
     critic = None if config.critic is None else config.critic.path
     reference = "loss.reference" if config.distillation is None else "distillation.teacher"
     models = {"model.path": source, reference: config.reference_path, "critic.path": critic}
+    section = "evaluation" if config.evaluation_tokens > config.rollout.max_response_tokens else "rollout"
+    longest, setting = config.longest_sequence, f"{section}.max_response_tokens"
     for key, path in models.items():
-        if path is None:
-            continue
-        if download or is_local(path, "config.json"):
-            is_evaluation = config.evaluation_tokens > config.rollout.max_response_tokens
-            longest = config.longest_sequence
-            setting = f"{'evaluation' if is_evaluation else 'rollout'}.max_response_tokens"
-            found = check_length(key, path, config.model, longest, setting, ids, local_files_only=not download)
+        if path is not None and (download or is_local(path, "config.json")):
+            found = check_length(key, path, config.model, longest, setting, highest, local_files_only=not download)
             if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
                 _check_windows(config, found)
-        else:
+        elif path is not None:
             print(f"{key}: {path} is not in the local cache. Its maximum length is not checked.")
 
 
@@ -56,11 +50,10 @@ def local_file(path: str | Path, file: str) -> Path | None:
 
 
 def check_length(
-    key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, ids: Ids = (), **options: Any
+    key: str, path: str | Path, model: ModelConfig, longest: int, setting: str, highest: int = 0, **options: Any
 ) -> Any:
-    """Return the model configuration at ``path``. Raises ConfigError if it cannot be loaded, or supports fewer than the
-    ``longest`` tokens, or not the token ``ids``. The message names ``key``, and the ``setting`` that lowers the length.
-    ``options``: of `from_pretrained`.
+    """Return the model configuration at ``path``. Raises ConfigError, naming ``key`` or ``setting``, if it cannot be
+    loaded, or supports fewer than the ``longest`` tokens, or not the ``highest`` id. ``options``: of `from_pretrained`.
     """
     from transformers import AutoConfig
 
@@ -74,8 +67,7 @@ def check_length(
         raise ConfigError(
             f"{setting}: expected at most {limit} tokens (prompt and response), {reason} of {key}={path}, got {longest}"
         )
-    size = getattr(config.get_text_config(decoder=True), "vocab_size", math.inf)
-    if (highest := max((max(sequence, default=0) for sequence in ids), default=0)) >= size:
+    if highest >= (size := config.get_text_config(decoder=True).vocab_size):
         raise ConfigError(f"{key}: expected token ids below {size}, the vocab_size of {path}, got {highest}")
     return config
 

@@ -77,10 +77,9 @@ class JudgeModel:
             raise ConfigError(f"reward.judge.answers: expected first tokens that differ, got {self.config.answers}")
         return [yes - no, no - yes]
 
-    def _first_tokens(self, word: str) -> set[int]:
+    def _first_tokens(self, word: str) -> set[int]:  # a tokenizer may put a space before each text, but not in a reply
         forms = (word, word.lower(), word.capitalize(), word.upper())
         texts = [before + form for form in forms for before in ("", " ")]
-        # Some tokenizers put a space before each text, but a reply may begin without one.
         words, firsts = self.tokenizer.get_vocab(), self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return {ids[0] for ids in firsts} | {words[form] for form in forms if form in words}
 

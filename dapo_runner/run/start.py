@@ -161,8 +161,7 @@ def build_dataset(config: Config, source: str | Path, context: RunContext) -> Da
     """Load the prompts, tokenized for the model ``source``, and note cautions about them. Raises ConfigError."""
     world, note = context.world, context.progress.note
     dataset = world.run_or_raise_everywhere(lambda: load_data(config, load_tokenizer(source, config.model)))
-    prompts = [*dataset.train, *dataset.heldout]
-    world.run_or_raise_everywhere(lambda: check_lengths(config, source, prompts, download=True))
+    world.run_or_raise_everywhere(lambda: check_lengths(config, source, dataset.train + dataset.heldout, download=True))
     note(f"data: {dataset.report.describe()}")
     if len(dataset.train) >= MANY_PROMPTS:  # a full collection would take seconds to go through them
         gc.collect()

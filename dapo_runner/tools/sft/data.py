@@ -132,10 +132,9 @@ def _thinking(pair: Pair) -> dict[str, Any]:
 
 
 def _other_form(pair: Pair, tokenizer: Any, data: SftDataConfig) -> str | None:
-    """Return what the chat template writes for an example, if it is not what trains."""
+    """Return what the chat template writes for an example, if it is not what trains, spaces of tokens included."""
     if not uses_chat_template(tokenizer, data):
         return None
-    # Text that was tokenized: some tokenizers put a space before a text, which may or may not be the template's.
     ((_, opened),) = tokenize([pair.prompt], tokenizer, data, **_thinking(pair))
     turns, options = [*pair.prompt, ("assistant", pair.completion)], _thinking(pair) | {"add_generation_prompt": False}
     ((_, whole),) = tokenize([turns], tokenizer, data, **options)

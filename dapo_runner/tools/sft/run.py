@@ -87,7 +87,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     """Return the configuration with as many updates as the epochs need. Raises ConfigError, also for long examples."""
     assert recipe.model.path is not None
     ids = [sequence.token_ids for sequence in examples.sequences.values()]
-    highest = [[int(sequence.max())] for sequence in ids]
+    highest = max(int(sequence.max()) for sequence in ids)
     check_length("model.path", recipe.model.path, recipe.model, max(map(len, ids)), "data.max_tokens", highest)
     size, n_examples = recipe.optimizer.mini_batch_size, len(examples.train)
     config = recipe.training(math.ceil(recipe.run.epochs * n_examples / size))
