@@ -80,8 +80,9 @@ class RolloutLog:
         self, sample: Sample, sequence: TrainingSequence, values: TokenValues | None
     ) -> dict[str, Any]:
         """Return the advantage, or the segments, and the values per token if they are saved."""
-        segments = [jsonable(asdict(segment)) for segment in sample.segments]
-        record = jsonable({"advantage": float(sequence.advantages[-1])}) if not segments else {"segments": segments}
+        record = jsonable({"advantage": float(sequence.advantages[-1])})
+        if sample.segments:
+            record = {"segments": [jsonable(asdict(segment)) for segment in sample.segments]}
         if self.tokenizer is not None:
             text = token_texts(self.tokenizer, sample.completion.token_ids.tolist())
             record["per_token"] = {"text": text, **_token_record(sample, sequence, values)}
