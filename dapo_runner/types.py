@@ -279,6 +279,10 @@ class Group:
         """Whether the rewards differ between samples, without the length penalty."""
         return len({sample.base_reward for sample in self.samples}) > 1
 
+    def varies_in(self, what: str) -> bool:
+        """Return whether the samples differ in ``what``: "correctness" or "reward"."""
+        return self.has_varying_reward if what == "reward" else self.has_mixed_correctness
+
 
 # A checkpoint contains groups, and torch's weights-only unpickler must load it.
 _IN_GROUPS = [Group, Prompt, Sample, Completion, Turn, Verdict, Segment, Branch, VersionSpan, TruncatedSupport]

@@ -101,7 +101,7 @@ def correct(
     weights = torch.ones_like(delta)
     if config.weights is not None:
         log_ratio = delta if config.weights == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=False)
-        weights = log_ratio.exp().clamp(config.floor, config.cap)
+        weights = log_ratio.exp().clamp(max(config.floor, 1e-30), config.cap)  # 0 is for masked tokens
     if config.mask is not None:
         log_ratio = delta if config.mask == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=True)
         inside = (log_ratio >= math.log(config.lowest)) & (log_ratio <= math.log(config.bound))

@@ -67,7 +67,7 @@ def _dry_run(config: Config) -> int:
     dataset = load_data(config, tokenizer)
     if path is not None:
         check_lengths(config, path, dataset.train + dataset.heldout, download=False)
-    make_curriculum(config.sampler.curriculum, dataset.train)
+    make_curriculum(config.sampler, dataset.train)
     if (unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout)) is not None:
         print(unmatchable)
     lengths = "" if is_here else f". Lengths are unknown: the tokenizer of {path} is not on this machine"

@@ -284,8 +284,7 @@ def cautions(config: Config) -> Iterator[str]:
             "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come, "
             "except preempted responses and episodes of several turns (docs/server.md)."
         )
-    is_soft = reward.kind == "judge" and reward.judge is not None and reward.judge.reward == "soft"
-    is_graded = is_soft or ":" in reward.kind or reward.kind == "reasoning_gym"
+    is_graded = ":" in reward.kind or reward.kind == "reasoning_gym"
     is_game = config.env is not None and config.env.kind is not None
     if (is_graded or reward.parts or is_game) and sampler.filter_groups == "correctness":
         name = "env.kind" if is_game else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"

@@ -4,8 +4,8 @@ With `column` the prompts are ordered by a number in each row. Step s uses the e
 start + (1 − start)·(s − 1)/steps, including all prompts as difficult as the last of these. From step `steps` + 1 on it
 uses all prompts.
 
-Without `column`, a prompt is skipped for `rest` epochs after its samples were all correct or all incorrect. Earlier
-groups of a prompt do not count, because the policy has changed.
+Without `column`, a prompt is skipped for `rest` epochs after its samples were all correct or all incorrect, or with
+`filter_groups: reward` had equal rewards. Earlier groups do not count, because the policy has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dapo_runner.config.rollout import CurriculumConfig
+from dapo_runner.config.rollout import CurriculumConfig, SamplerConfig
 from dapo_runner.errors import ConfigError
 from dapo_runner.types import Group, Prompt
 
@@ -38,11 +38,12 @@ class Curriculum:
         """Load a state. It is empty if the run had no curriculum before."""
 
 
-def make_curriculum(config: CurriculumConfig | None, prompts: list[Prompt]) -> Curriculum:
+def make_curriculum(sampler: SamplerConfig, prompts: list[Prompt]) -> Curriculum:
     """Return the curriculum. Raises ConfigError if a training row has no difficulty."""
-    if config is None:
+    if (config := sampler.curriculum) is None:
         return Curriculum()
-    return ByLatestGroup(config) if config.column is None else ByColumn(config.column, config, prompts)
+    by = sampler.filter_groups or "correctness"
+    return ByLatestGroup(config.rest, by) if config.column is None else ByColumn(config.column, config, prompts)
 
 
 class ByColumn(Curriculum):
@@ -72,8 +73,8 @@ def _number(prompt: Prompt, column: str) -> float:
 
 
 class ByLatestGroup(Curriculum):
-    def __init__(self, config: CurriculumConfig) -> None:
-        self.config = config
+    def __init__(self, rest: int, varying: str) -> None:
+        self.rest, self.varying = rest, varying
         self.due: dict[str, int] = {}  # the epoch in which a skipped prompt is used again
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
@@ -81,8 +82,8 @@ class ByLatestGroup(Curriculum):
 
     def observe(self, group: Group, epoch: int) -> None:
         self.due.pop(group.prompt.id, None)  # of an earlier group, where a round has a prompt twice
-        if group.n_correct in (0, len(group.samples)):
-            self.due[group.prompt.id] = epoch + 1 + self.config.rest
+        if not group.varies_in(self.varying):
+            self.due[group.prompt.id] = epoch + 1 + self.rest
 
     def state_dict(self) -> dict[str, Any]:
         return {"due": dict(self.due)}

@@ -204,7 +204,7 @@ class Scorer:
         return Sample(
             completion=replace(completion, environment=None, messages=()),
             verdict=verdict,
-            base_reward=reward,
+            base_reward=round(reward, 9),  # sums of equal rewards can differ by rounding
             length_penalty=penalty,
             trains=not (self.shaped and overlong.filter and completion.truncated),
             parts=parts,

@@ -115,8 +115,9 @@ class GroupBuffer:
         self.stats["rounds"] += 1
         for group in groups:
             self.stats.update(counts_of(group))
-        accepted = [replace(group, step=group.step or self.step) for group in groups if self._accepts(group)]
-        self.groups += self._recent(accepted)
+        by = self.config.filter_groups
+        accepted = [group for group in groups if not by or group.varies_in(by)]
+        self.groups += self._recent([replace(group, step=group.step or self.step) for group in accepted])
         self._accepted = MEMORY * self._accepted + len(accepted)
         self._tried = MEMORY * self._tried + len(groups)
 
@@ -199,11 +200,6 @@ class GroupBuffer:
 
     def _is_recent(self, group: Group) -> bool:
         return self.step - group.step <= self.max_age
-
-    def _accepts(self, group: Group) -> bool:
-        if not self.config.filter_groups:
-            return True
-        return group.has_varying_reward if self.config.filter_groups == "reward" else group.has_mixed_correctness
 
 
 def prompts_for(groups: int, acceptance: float) -> int:

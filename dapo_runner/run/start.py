@@ -111,7 +111,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     source = world.broadcast_from_rank0(lambda: saved.model if saved else initial_model(config, context.progress))
     dataset = build_dataset(config, source, context)
     learner = build_learner(config, start.checkpoint, context)
-    curriculum = make_curriculum(config.sampler.curriculum, dataset.train)
+    curriculum = make_curriculum(config.sampler, dataset.train)
     cursor = PromptCursor(dataset.train, config.run.seed, dataset.heldout, curriculum)
     sampler = DynamicSampler(cursor, GroupBuffer(config), context.progress.round)
     engine = world.run_or_raise_everywhere(lambda: kind.load(source, config, device, world, note))

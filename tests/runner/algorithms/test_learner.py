@@ -16,7 +16,7 @@ from builders import make_config, make_sequence, pack, random_sequences
 from learners import CPU, changed, learner_of, update, weights_of
 from refusals import refused
 
-from dapo_runner.algorithms.correction import measure
+from dapo_runner.algorithms.correction import correct, measure
 from dapo_runner.algorithms.learner import Learner, mean_of
 from dapo_runner.algorithms.mini_batch import NonFiniteUpdateError
 from dapo_runner.algorithms.optimizer import IN_FLIGHT, MasterWeights, learning_rate
@@ -75,6 +75,13 @@ def test_figures_of_a_step_do_not_depend_on_its_mini_batches(model_folder: Path,
     figures = learner.step_metrics(minis, [learner.update(mini, 0) for mini in minis])
     exact = longhand.mismatch([0.75] + [0.25] * 9, [0.0] + [1.0] * 9, CorrectionConfig())
     assert {key: figures[key] for key in exact} == pytest.approx(exact, rel=1e-3)
+
+
+def test_a_weight_below_the_smallest_float_is_not_counted_as_masked() -> None:
+    n = 20000
+    learner, engine, mask = torch.full((n,), -0.006), torch.zeros(n), torch.ones(n, dtype=torch.bool)
+    weights = correct(learner, engine, mask, torch.tensor([0, n]), CorrectionConfig(weights="sequence"))  # e^-120
+    assert measure(learner, engine, mask, weights, (0.0, 2.0)).metrics()["rollout_masked"] == 0
 
 
 def test_without_a_log_prob_of_the_engine_only_that_is_known(model_folder: Path) -> None:

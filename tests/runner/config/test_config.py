@@ -157,8 +157,7 @@ def test_what_is_at_a_limit_is_accepted(overrides: str, tmp_path: Path) -> None:
         ("algorithm=dpo rollout.top_p=0.9", []),
         ("algorithm=on_policy_distillation distillation.teacher=m rollout.top_p=0.9", []),
         ("reward.kind=grades:grade", ["reward.kind=grades:grade"]),
-        ("reward.kind=judge reward.judge={model: m}", ["reward.kind=judge"]),
-        ("reward.kind=judge reward.judge={model: m, reward: binary}", []),
+        ("reward.kind=judge reward.judge={model: m}", []),  # confidences always differ
         ("reward.kind=grades:grade sampler.filter_groups=reward", []),
         ("reward.kind=grades:grade sampler.filter_groups=correctness", ["reward.kind=grades:grade"]),
         ("reward.parts=[{use: integer}, {use: exact}]", ["reward.parts"]),

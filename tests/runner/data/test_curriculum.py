@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from small import Dapo, write_recipe
 
-from dapo_runner.config.rollout import CurriculumConfig
+from dapo_runner.config.rollout import CurriculumConfig, SamplerConfig
 from dapo_runner.data.curriculum import ByLatestGroup, Curriculum, make_curriculum
 from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.rollout.group_buffer import GroupBuffer
@@ -26,7 +26,7 @@ PROMPTS = [replace(make_prompt(str(i)), row={"difficulty": 10 * i}) for i in ran
 
 
 def cursor(prompts: list[Prompt] = PROMPTS, **curriculum: Any) -> PromptCursor:
-    config = CurriculumConfig.model_validate(curriculum) if curriculum else None
+    config = SamplerConfig(curriculum=CurriculumConfig.model_validate(curriculum) if curriculum else None)
     return PromptCursor(prompts, seed=3, curriculum=make_curriculum(config, prompts))
 
 
@@ -59,7 +59,7 @@ def ask(curriculum: Curriculum, epoch: int, pattern: dict[str, str]) -> list[str
 
 
 def test_what_is_solved_or_hopeless_rests() -> None:
-    curriculum, every = ByLatestGroup(CurriculumConfig(rest=2)), names(PROMPTS)
+    curriculum, every = ByLatestGroup(2, "correctness"), names(PROMPTS)
     pattern, rested = {"0": "RRRR", "1": "WWWW", "2": "RWWW"}, every[2:]
     assert [ask(curriculum, epoch, pattern) for epoch in range(4)] == [every, rested, rested, every]
     pattern["0"] = "RRWW"
@@ -71,10 +71,19 @@ def test_what_is_solved_or_hopeless_rests() -> None:
 
 
 def test_only_the_newest_group_of_a_prompt_counts() -> None:
-    curriculum = ByLatestGroup(CurriculumConfig())
+    curriculum = ByLatestGroup(2, "correctness")
     for epoch, pattern in enumerate(("RRRR", "RW")):  # a round that spans epochs has the prompt twice
         curriculum.observe(make_group(pattern, "0"), epoch)
     assert curriculum.due == {}
+
+
+def test_with_graded_rewards_what_the_sampler_accepts_does_not_rest() -> None:
+    group = make_group("WWWW", "0")
+    graded = replace(group, samples=tuple(replace(one, base_reward=0.1 * n) for n, one in enumerate(group.samples)))
+    for filter_groups, rests in (("reward", False), ("correctness", True), (None, True)):
+        curriculum = make_curriculum(SamplerConfig(filter_groups=filter_groups, curriculum=CurriculumConfig()), PROMPTS)
+        curriculum.observe(graded, 0)
+        assert curriculum.admits(PROMPTS[0], 1, 1) != rests
 
 
 def test_a_prompt_rests_from_the_epoch_in_which_it_was_asked() -> None:
@@ -132,6 +141,8 @@ def test_a_dry_run_checks_the_column(tmp_path: Path, dapo: Dapo) -> None:
 def test_the_share_is_not_rounded_up_by_floats(start: int, steps: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(1, steps))
     prompts = [replace(make_prompt(str(i)), row={"difficulty": i}) for i in range(100)]
-    curriculum = make_curriculum(CurriculumConfig(column="difficulty", start=start / 100, steps=steps), prompts)
+    curriculum = make_curriculum(
+        SamplerConfig(curriculum=CurriculumConfig(column="difficulty", start=start / 100, steps=steps)), prompts
+    )
     wanted = -(-(start * steps + (100 - start) * (step - 1)) // steps)  # in integers
     assert sum(curriculum.admits(prompt, step, 0) for prompt in prompts) == wanted

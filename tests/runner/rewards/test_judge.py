@@ -75,7 +75,7 @@ def test_its_confidence_is_the_reward() -> None:
     for group in groups:
         found = verdicts([group])
         assert [verdict.value for verdict in found] == pytest.approx([0.8, 0.5, 0.2, 0.0, 0.0])
-        assert [sample.base_reward for sample in group.samples] == [verdict.value for verdict in found]
+        assert [sample.base_reward for sample in group.samples] == pytest.approx([verdict.value for verdict in found])
         assert [verdict.correct for verdict in found] == [True, True, False, False, False]
         assert [verdict.rule for verdict in found] == ["judge", "judge", "judge", "unclear", "none"]
     assert len(api.bodies) == 8  # an empty response is not judged
