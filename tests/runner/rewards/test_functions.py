@@ -310,7 +310,8 @@ def test_parts_are_added_by_weight_and_the_first_that_applies_decides_correctnes
 
 def test_sums_of_equal_rewards_are_equal(config_of: MakeConfig) -> None:
     """0.1 + 0.2 and 0.3 + 0: rounding does not make a group that is accepted, nor a preference pair."""
-    body = "def one(p, c, r): return [0.1, 0.3]\ndef two(p, c, r): return [0.2, 0.0]\n"
+    given = "(prompts, completions, rows): return"
+    body = f"def one{given} [0.1, 0.3]\ndef two{given} [0.2, 0.0]\n"
     (group,) = Scorer(config_of(body, parts=[{"use": "one"}, {"use": "two"}]))(*batch(1, 2))
     assert not group.has_varying_reward
 
