@@ -52,7 +52,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         groups, metrics = evaluate(worker.generate, dataset.heldout, config)
     try:
         if options.json is not None:
-            options.json.write_text(json.dumps({"model": str(source), **metrics}, indent=1), encoding="utf-8")
+            found = {"model": str(source), **metrics, "n_correct": [group.n_correct for group in groups]}
+            options.json.write_text(json.dumps(found), encoding="utf-8")
     finally:  # a full disk does not hide the figures
         for warning in episodes.take_warnings() if episodes else ():
             complain(warning)
@@ -95,6 +96,6 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
 
 def print_response(group: Group) -> None:
     sample = group.samples[0]
-    verdict = "correct" if sample.correct else "incorrect"
+    verdict = f"{'correct' if sample.correct else 'incorrect'}, reward {sample.reward:+g}"
     print(printable(f"--- {verdict}, expected {group.prompt.answer}, extracted {sample.verdict.extracted}"))
     print(printable(f"{group.prompt.text}{sample.completion.transcript}"))

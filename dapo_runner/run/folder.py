@@ -97,8 +97,8 @@ def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:
-    """Return the settings by dotted keys, with values as in YAML."""
-    return flatten(yaml.safe_load(dump_config(config)))
+    """Return the settings by dotted keys, with values as in YAML, without empty sections."""
+    return {key: value for key, value in flatten(yaml.safe_load(dump_config(config))).items() if value != {}}
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

@@ -163,6 +163,8 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     first, newest = (run / "checkpoints" / f"step_00000{step}" for step in (1, 2))
     figures, last = evaluate(dapo, tmp_path, run, "--show", "2"), events_of(run, "eval")[-1]
     logged = {key.removeprefix("eval/"): value for key, value in last.items() if key.startswith("eval/")}
+    n_correct = figures.pop("n_correct")
+    assert sum(n_correct) / (2 * len(n_correct)) == pytest.approx(figures["avg@2"])
     assert figures == {"model": str(newest / "model"), **logged}
     assert f"{figures['problems']:g} held-out" in dapo.err  # and which rows were left out
     assert dapo.out.count("--- ") == 2

@@ -269,10 +269,12 @@ def test_a_fork_has_the_settings_at_its_checkpoint(source: Path, start: Path, fo
     run = copy_through(source, tmp_path, 4)
     for lr, steps in ((1e-4, 5), (1e-5, 6)):
         train(config_in(tmp_path, start, run=LONG | {"steps": steps}, optimizer={"lr": lr}), Notes())
-    changed: Sections = {"optimizer": {"lr": 1e-5}, "rollout": {"temperature": 0.9}}
+    changed: Sections = {"optimizer": {"lr": 1e-5}, "loss": {"overrides": {"clip_high": 0.3}}}
+    changed |= {"rollout": {"temperature": 0.9}}
+    set_in_fork = {"loss.overrides.clip_high": (None, 0.3), "rollout.temperature": (1.0, 0.9)}
     for step, before, others in ((4, 1e-3, {}), (5, 1e-4, {"run.steps": (5, 6)})):
         other = train(fork(step, run, run={"name": f"at{step}"}, **changed), Notes())
-        assert changes_of(other) == {"optimizer.lr": (before, 1e-5), "rollout.temperature": (1.0, 0.9), **others}
+        assert changes_of(other) == {"optimizer.lr": (before, 1e-5), **set_in_fork, **others}
         assert [event["train/lr"] for event in steps_after(other, 0)] == [1e-5] * (6 - step)
         with open_run(fork(step, run, run={"name": f"at{step}"}, **changed), Notes()) as resumed:  # its own groups
             assert len(resumed.sampler.buffer.groups) == steps_of(other, "sampling/carried_out")[-1] > 0

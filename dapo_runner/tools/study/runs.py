@@ -28,7 +28,8 @@ from dapo_runner.run.folder import changes_between, check_same_run, is_among, se
 from dapo_runner.tiny_model import ensure_tiny_model
 
 OF_START = ("model.path", "model.tiny")
-OF_STUDY = ("run.seed", "run.name", "run.output_dir", "run.threads")  # from its seeds, names, output_dir and threads
+# From a study's seeds, names, output_dir and threads; a fork has the seed of its origin.
+OF_STUDY = ("run.seed", "run.name", "run.output_dir", "run.threads", "run.from")
 MAKE_START = (*OF_START, "run.seed", "data", "rollout", "reward")  # settings that affect the warm-up
 LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging")  # may change
 POLL = 0.2  # seconds
@@ -74,7 +75,7 @@ def plan_runs(study: StudyConfig, base: Path) -> list[StudyRun]:
     """
     given = [("overrides", study.overrides), *((variant.name, variant.overrides) for variant in study.variants)]
     if taken := [f"{name}: expected no {key}" for name, keys in given for key in flatten(keys) if key in OF_STUDY]:
-        raise ConfigError(f"{taken[0]}. Set the study's own seeds, name, output_dir or threads.")
+        raise ConfigError(f"{taken[0]}. Set the study's own seeds, name, output_dir or threads; it cannot fork.")
     raw, runs = lay_settings(read_recipe(base), study.overrides), []
     for seed in study.seeds:
         for variant in study.variants:

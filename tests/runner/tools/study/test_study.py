@@ -101,6 +101,7 @@ def test_every_variant_with_every_seed_over_what_it_is_over(tmp_path: Path) -> N
         ("{start: per_seed, variants: [{name: a, overrides: {model.tiny.layers: 1}}]}", "a: model.tiny.layers"),
         ("entropy_fit: [x]", "entropy_fit"),
         ("overrides: {run.threads: 2}", "overrides: run.threads"),
+        ("overrides: {run.from: runs/a@4}", "overrides: expected no run.from"),
         ("variants: [{name: a, overrides: {run: {seed: 3}}}]", "a: run.seed"),
         ("variants: [{name: ..}]", "variants.0.name"),
         ("{start: per_seed, overrides: {model: {tiny: null, path: m}}}", "start"),
