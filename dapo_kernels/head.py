@@ -85,7 +85,7 @@ def _checked_factors(layout: Layout, lora: Any) -> dict[str, Any]:
     """Return the factors by field of ``Head``. Their tensors are checked later."""
     if not isinstance(lora, LoraFactors):
         raise TypeError(f"{layout.caller}: lora must be LoraFactors(a, b, scale), got {type(lora).__name__}")
-    if not (is_number(lora.scale) and math.isfinite(lora.scale)):
+    if not (is_number(lora.scale) and -math.inf < lora.scale < math.inf):
         raise layout.fail("lora.scale", "a finite number", repr(lora.scale))
     return {"lora_a": lora.a, "lora_b": lora.b, "lora_scale": float(lora.scale)}
 

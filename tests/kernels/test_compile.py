@@ -140,6 +140,20 @@ def test_new_lengths_and_new_numbers_of_an_objective(objective: str) -> None:
         torch.testing.assert_close(run(*args), loss(*args), rtol=1e-6, atol=1e-7)
 
 
+def test_numbers_that_vary_in_a_graph() -> None:
+    """A threshold and the scale of an adapter, which torch makes symbolic at their second value."""
+    function, given = calls()["linear_dapo_loss"]
+    case, a, b = given | {"objective": "top_entropy", "top_entropy": 0.5}, torch.ones(2, 4), torch.ones(11, 2)
+
+    def loss(number: float) -> Tensor:
+        loss: Tensor = function(**case | {"lora": LoraFactors(a, b, number), "selection": number}).loss
+        return loss
+
+    run = compiled(loss)
+    for number in (0.5, 0.75):
+        torch.testing.assert_close(run(number), loss(number), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("objective", ["dapo", "vespo"])
 def test_an_exported_loss_is_saved(objective: str) -> None:
     class Loss(torch.nn.Module):
