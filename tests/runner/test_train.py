@@ -163,7 +163,7 @@ def test_changed_data_do_not_continue_a_run(start: Path, tmp_path: Path) -> None
     assert before_and_after(folder) == {}
     problems[3]["answer"] = "#### 99"
     path.write_text("\n".join(map(json.dumps, problems)))
-    with refused("data.path"):
+    with refused("data"):
         train(config_in(tmp_path, start, data=data), Notes())
     assert [checkpoint.step for checkpoint in find_checkpoints(folder / CHECKPOINTS)] == [1]
 
