@@ -74,7 +74,7 @@ class JudgeConfig(AuxiliaryModel, JudgePrompt):
 
 class OverlongConfig(Section):
     soft_punishment: bool = True  # subtract a penalty that grows over the last cache_length tokens (Eq. 13)
-    cache_length: PositiveInt = 4096  # L_cache of Eq. 13, the last tokens of L_max = rollout.max_response_tokens
+    cache_length: PositiveInt | None = None  # L_cache of Eq. 13; null: the paper's fifth of rollout.max_response_tokens
     filter: bool = False  # mask truncated samples in the loss
 
 

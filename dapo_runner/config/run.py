@@ -26,7 +26,7 @@ class EarlyStopConfig(Section):
     """End a run by a metric of its evaluations, as logged in `metrics.jsonl`. Larger values are better."""
 
     metric: str | None = None  # its name in metrics.jsonl without eval/; null: avg@k
-    patience: PositiveInt | None = 5  # stop after this many evaluations without a new best; null: never
+    patience: PositiveInt | None = 10  # stop after this many evaluations without a new best; null: never
     target: float | None = None  # stop once the metric reaches this value
 
     def checks(self) -> Iterator[Check]:

@@ -135,6 +135,11 @@ class Config(TrainingConfig):
         return self.evaluation.max_response_tokens or self.rollout.max_response_tokens
 
     @property
+    def cache_length(self) -> int:
+        """L_cache of Eq. 13: the length penalty grows over the last tokens of a response."""
+        return self.reward.overlong.cache_length or max(1, self.rollout.max_response_tokens // 5)
+
+    @property
     def longest_sequence(self) -> int:
         """Maximum number of tokens in a prompt and its response, in training and evaluation."""
         return self.rollout.max_prompt_tokens + max(self.rollout.max_response_tokens, self.evaluation_tokens)
@@ -174,9 +179,9 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def _sizes(config: Config) -> Iterator[Check]:
-    overlong, rollout, preference = config.reward.overlong, config.rollout, config.preference
+    rollout, preference = config.rollout, config.preference
     limit, size = rollout.max_response_tokens, config.mini_batch_size
-    fits = overlong.cache_length < limit or not overlong.soft_punishment
+    fits = config.cache_length < limit or not config.reward.overlong.soft_punishment
     needs = f"less than rollout.max_response_tokens={limit} (or soft_punishment=false)"
     yield "reward.overlong.cache_length", fits, needs
     trained = config.trained_per_step
@@ -284,11 +289,14 @@ def cautions(config: Config) -> Iterator[str]:
             "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come, "
             "except preempted responses and episodes of several turns (docs/server.md)."
         )
+    if (ramp := config.optimizer.warmup_steps) >= config.run.steps:
+        yield f"optimizer.warmup_steps={ramp}: the rate does not reach optimizer.lr in {config.run.steps} steps."
     is_graded = ":" in reward.kind or reward.kind == "reasoning_gym"
     is_game = config.env is not None and config.env.kind is not None
     if (is_graded or reward.parts or is_game) and sampler.filter_groups == "correctness":
         name = "env.kind" if is_game else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"
         yield (
             f"{name}: groups are accepted by correctness, so graded rewards are lost where all "
-            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them."
+            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them, unless "
+            "rewards always differ (docs/judge.md)."
         )

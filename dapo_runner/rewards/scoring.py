@@ -112,7 +112,8 @@ class Scorer:
     """
 
     def __init__(self, config: Config, *, shaped: bool = True) -> None:
-        self.config, self.shaped, self.max_length = config.reward, shaped, config.rollout.max_response_tokens
+        self.config, self.shaped = config.reward, shaped
+        self.lengths = config.rollout.max_response_tokens, config.cache_length
         uses = {part.label: part.use for part in self.config.parts} or {"": self.config.kind}
         self.weights = {part.label: part.weight for part in self.config.parts} or {"": 1.0}
         self.rewards = {label: load_reward(self.config, use, config.run.device) for label, use in uses.items()}
@@ -200,7 +201,7 @@ class Scorer:
     def _shaped(self, completion: Completion, verdict: Verdict, reward: float, parts: Mapping[str, float]) -> Sample:
         overlong, penalty = self.config.overlong, 0.0
         if self.shaped and overlong.soft_punishment:
-            penalty = rules.length_penalty(completion.n_sampled, self.max_length, overlong.cache_length)
+            penalty = rules.length_penalty(completion.n_sampled, *self.lengths)
         return Sample(
             completion=replace(completion, environment=None, messages=()),
             verdict=verdict,

@@ -163,11 +163,10 @@ class GroupBuffer:
 
     def _describe_shortfall(self) -> str:
         n = self.stats
-        hint = " (sampler.filter_groups=reward accepts them)" if self.config.filter_groups == "correctness" else ""
         return (
             f"sampler.max_rounds: expected {self.config.prompts_per_step} groups in {n['rounds']} rounds, got fewer. "
             f"Of {n['groups']} groups {n['all_correct']} are all correct, {n['all_incorrect']} all incorrect, "
-            f"{n['varying_reward_only']} of these have varying rewards{hint}; "
+            f"{n['varying_reward_only']} of these have varying rewards; "
             f"{n['truncated']} of {n['samples']} samples are truncated (rollout.max_response_tokens, "
             "env.max_turn_tokens)."
         )

@@ -454,7 +454,8 @@ def test_the_snippet_of_the_page(tmp_path: Path, model: Path, monkeypatch: pytes
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"<!-- dapo -->\n```python\n(.+?)```", page, re.DOTALL)
     tiny = {"use_cpu": True, "bf16": False, "max_steps": 2, "report_to": "none", "save_strategy": "no"}
-    tiny |= {"logging_steps": 1, "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 8}
+    tiny |= {"logging_steps": 1, "num_generations": 4, "max_completion_length": 8}
+    tiny |= {"per_device_train_batch_size": 8, "steps_per_generation": 2}
     monkeypatch.setattr(trl, "GRPOConfig", lambda *_, **settings: GRPOConfig(str(tmp_path), **(settings | tiny)))
     source, n_replaced = re.subn(r'("overlong_cache_length": )\d+', r"\g<1>4", snippet)
     assert n_replaced == 1

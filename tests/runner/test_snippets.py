@@ -194,7 +194,7 @@ def test_python_and_copies_that_are_refused_as_the_command_refuses() -> None:
 def test_own_model(dapo: Dapo) -> None:
     write_rows(Path("questions.jsonl"), [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(300)])
     Path("own.yaml").write_text(OPTIONS["own model"])
-    short = ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=8", "reward.overlong.cache_length=4"]
+    short = ["rollout.max_prompt_tokens=240", "rollout.max_response_tokens=8", "reward.overlong.cache_length=4"]
     assert re.search(r"data: 300\D+44\D+256\b", dapo("train", "own.yaml", *short, "--dry-run"))
 
 

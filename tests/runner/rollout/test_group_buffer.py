@@ -134,7 +134,6 @@ def test_what_the_filter_goes_by(rewards: tuple[float, ...], by_correctness: int
         sampler = make_sampler(filter_groups=filter_on, on_exhausted="train_partial", max_rounds=3)
         step = sampler.next(Engine(lambda i: samples))
         assert len(step.groups) == n_accepted
-        assert ("sampler.filter_groups" in step.shortfall) == (n_accepted == 0 and filter_on == "correctness")
         assert (sampler.buffer.acceptance > 0.5) == (n_accepted > 0)
         assert step.stats["varying_reward_only"] == (step.stats["groups"] if by_reward > by_correctness else 0)
         shares = sampling_metrics(step.stats, "reward")
