@@ -282,7 +282,7 @@ def cautions(config: Config) -> Iterator[str]:
     rollout, sampler, reward = config.rollout, config.sampler, config.reward
     truncated = ", ".join(f"rollout.{name}={value:g}" for name, value in rollout.truncations.items())
     if truncated and not (rollout.sampling_mask or config.preference or config.distillation):
-        yield f"{truncated}: the importance ratio is biased. Set rollout.sampling_mask=true to correct it."
+        yield f"{truncated}: the importance ratio is biased. rollout.sampling_mask corrects it (docs/mismatch.md)."
     if rollout.max_staleness and rollout.partial:
         yield (
             f"rollout.max_staleness={rollout.max_staleness}: one response may come from several policies, "
