@@ -19,7 +19,16 @@ from dapo_kernels.engine import hidden as from_hidden
 from dapo_kernels.engine import rows as from_rows
 from dapo_kernels.engine.shards import checksum
 from dapo_kernels.head import head_of_call
-from dapo_kernels.layout import Layout, check_flag, check_rows_apart, check_tensor, layout_of, token_layout
+from dapo_kernels.layout import (
+    ROUNDED,
+    Layout,
+    check_flag,
+    check_not_rounded,
+    check_rows_apart,
+    check_tensor,
+    layout_of,
+    token_layout,
+)
 from dapo_kernels.metrics import count_positive
 from dapo_kernels.objectives.aggregate import sequence_sums
 from dapo_kernels.objectives.pairs import PairLoss
@@ -232,6 +241,8 @@ def preference_loss_from_logprobs(
     """
     entropy = options.pop("entropy", None)
     layout = token_layout("preference_loss_from_logprobs", "logprobs", logprobs, options.pop("cu_seqlens", None))
+    if logprobs.dtype in ROUNDED and isinstance(ref_logprobs, Tensor):  # both are rounded alike
+        ref_logprobs = ref_logprobs.float()
     call = PairCall.of(layout, ref_logprobs, options)
     entropies = None if entropy is None else layout.per_token("entropy", entropy)
     flat = layout.per_token("logprobs", logprobs, keep_grad=True)
@@ -257,6 +268,7 @@ class PairCall:
     @classmethod
     def of(cls, layout: Layout, ref_logprobs: Tensor | None, options: PairOptions) -> PairCall:
         """Check a call and flatten it."""
+        check_not_rounded(layout.caller, ref_logprobs=ref_logprobs)
         given: dict[str, Any] = dict(options)
         pairs, mask, denominator = (given.pop(name, None) for name in ("pairs", "mask", "denominator"))
         refuse_unknown(layout.caller, [name for name in given if name not in ("loss_type", "beta", "label_smoothing")])

@@ -289,7 +289,7 @@ def cautions(config: Config) -> Iterator[str]:
             "each token weighted by its own. Set rollout.partial=false to finish responses before new weights come, "
             "except preempted responses and episodes of several turns (docs/server.md)."
         )
-    if (ramp := config.optimizer.warmup_steps) >= config.run.steps:
+    if (ramp := config.optimizer.warmup_steps) > config.run.steps:
         yield f"optimizer.warmup_steps={ramp}: the rate does not reach optimizer.lr in {config.run.steps} steps."
     is_graded = ":" in reward.kind or reward.kind == "reasoning_gym"
     is_game = config.env is not None and config.env.kind is not None

@@ -200,7 +200,7 @@ def load_tokenizer(path: str | Path, config: ModelConfig) -> Any:
         options = {"clean_up_tokenization_spaces": False, "mistral_format": False}  # that has no chat template
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
     # Byte-level tokens can have sentencepiece's class, as in copies of DeepSeek-R1-Distill-Llama.
-    if (word := tokenizer.convert_tokens_to_ids("Ġthe")) is not None and tokenizer.decode([word]) == "Ġthe":
+    if (word := tokenizer.get_vocab().get("Ġthe")) is not None and tokenizer.decode([word]) == "Ġthe":
         cure = "Set tokenizer_class to PreTrainedTokenizerFast in its tokenizer_config.json."
         raise ConfigError(f"model.path: transformers loads the tokenizer of {path} without its spaces. {cure}")
     return tokenizer

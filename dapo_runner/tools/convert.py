@@ -209,8 +209,10 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
 def _lock(journal: Path) -> BinaryIO:
     try:
         return lock_file(journal)
-    except OSError as error:
-        raise ConfigError(f"{journal}: expected a file that this process alone can write to: {error}") from error
+    except BlockingIOError as error:
+        raise ConfigError(f"{journal}: expected a file that no other process writes. End that one first.") from error
+    except OSError:  # a file system without locks, or a file that cannot be written
+        return journal.open("ab+")
 
 
 def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:

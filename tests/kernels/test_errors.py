@@ -317,6 +317,8 @@ def test_log_probs_in_16_bits_are_refused_unless_the_trained_ones_are_rounded_to
         for name in ("old_logprobs", "ref_logprobs"):
             given = {**good(function), **reference, name: rounded}
             refused(TypeError, function, given, f"{function}: {name}", str(dtype))
+    for function in (name for name in FUNCTIONS if "preference" in name):
+        refused(TypeError, function, {**good(function), "ref_logprobs": rounded}, "ref_logprobs", str(dtype))
     alike = dict.fromkeys(("logprobs", "old_logprobs", "ref_logprobs"), rounded)
     assert run("policy_loss", {**good("policy_loss"), **reference, **alike}).loss == -1
 

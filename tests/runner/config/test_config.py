@@ -152,8 +152,8 @@ def test_what_is_at_a_limit_is_accepted(overrides: str, tmp_path: Path) -> None:
     [
         ("", []),
         ("rollout.top_p=0.9", ["rollout.top_p=0.9"]),
-        ("run.steps=20", ["optimizer.warmup_steps=20"]),
-        ("run.steps=21", []),
+        ("run.steps=19", ["optimizer.warmup_steps=20"]),
+        ("run.steps=20", []),
         ("rollout={top_k: 20, min_p: 0.05, stop: [.]}", ["rollout.top_k=20, rollout.min_p=0.05"]),
         ("rollout={top_p: 0.9, sampling_mask: true}", []),
         ("algorithm=dpo rollout.top_p=0.9", []),

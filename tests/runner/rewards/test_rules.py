@@ -308,9 +308,9 @@ def test_each_distinct_ground_truth_is_judged_once(monkeypatch: pytest.MonkeyPat
 def test_the_length_penalty_is_equation_13() -> None:
     """The paper's own figures: 16384 expected tokens and 4096 of buffer."""
     expected = {1: 0.0, 16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0, 20481: -1.0, 10**6: -1.0}
-    for limit, cache in ((40, 8), (9, 1)):  # by default a fifth, as there
+    for limit, fifth in ((40, 8), (9, 1)):  # by default a fifth, as there
         config = make_config(rollout={"max_response_tokens": limit}, reward={"overlong": {"cache_length": None}})
-        assert config.cache_length == cache
+        assert config.cache_length == fifth
     assert {length: length_penalty(length, 20480, 4096) for length in expected} == expected
 
 

@@ -182,7 +182,7 @@ def test_an_interrupted_conversion_resumes_and_asks_no_question_twice(tmp_path: 
         assert not (tmp_path / "lost.jsonl").exists()
         dapo(*command, "model=another", code=2)
         with lock_file(journal):
-            dapo.refuses(f"{journal}: expected a file that this process alone", *command)
+            dapo.refuses(f"{journal}: expected a file that no other process writes", *command)
         failing_from, before = 99, len(api.bodies)
         dapo(*command)
         assert len(api.bodies) - before == 8 - asked
