@@ -47,7 +47,9 @@ def test_the_recipe_runs_with_answers_and_without(
     write_rows(Path("questions.jsonl"), [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(24)])
     write_rows(Path("unanswered.jsonl"), [{"question": f"{i}+2="} for i in range(24)])
     for name, overrides in (("answered", []), ("unanswered", UNANSWERED)):
-        recipe = apply_overrides(yaml.safe_load(SNIPPETS["recipe"]), [*SMALL, f"run.name={name}", *overrides])
+        recipe = apply_overrides(
+            yaml.safe_load(SNIPPETS["recipe"]), [*SMALL, "data.template=plain", f"run.name={name}", *overrides]
+        )
         events = read_jsonl(train(parse(recipe, Config), Progress()) / "metrics.jsonl")
         (step,) = (event for event in events if event["kind"] == "step")
         assert step["train/loss"] == pytest.approx(0, abs=1e-6)
