@@ -116,8 +116,8 @@ def preference_loss(
         logits: [T, V] packed with ``cu_seqlens`` or [B, L, V] padded; dtypes and strides as in ``dapo_loss``.
             ``logits[t]`` predicts ``target_ids[t]``: shift before the call.
         target_ids: [T] or [B, L], integers in [0, V).
-        ref_logprobs: under the reference policy: per token, or summed over the live tokens of each sequence, [S] / [B];
-            detached. ``None``: no reference, ℓ_ref = 0.
+        ref_logprobs: float32, under the reference policy: per token, or summed over the live tokens of each sequence,
+            [S] / [B]; detached. ``None``: no reference, ℓ_ref = 0.
         beta: β, positive; 0.1 by default.
         loss_type: ``"sigmoid"`` (DPO), ``"hinge"`` or ``"ipo"``, whose formulas are in docs/objectives.md.
         label_smoothing: with ``"sigmoid"``, the share of pairs assumed to be labelled the wrong way round, in
@@ -241,8 +241,8 @@ def preference_loss_from_logprobs(
     """
     entropy = options.pop("entropy", None)
     layout = token_layout("preference_loss_from_logprobs", "logprobs", logprobs, options.pop("cu_seqlens", None))
-    if logprobs.dtype in ROUNDED and isinstance(ref_logprobs, Tensor):  # both are rounded alike
-        ref_logprobs = ref_logprobs.float()
+    if isinstance(ref_logprobs, Tensor) and logprobs.dtype in ROUNDED and ref_logprobs.shape == logprobs.shape:
+        ref_logprobs = ref_logprobs.float()  # both are rounded alike
     call = PairCall.of(layout, ref_logprobs, options)
     entropies = None if entropy is None else layout.per_token("entropy", entropy)
     flat = layout.per_token("logprobs", logprobs, keep_grad=True)

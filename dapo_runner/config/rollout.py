@@ -200,7 +200,7 @@ class CurriculumConfig(Section):
     column: str | None = None  # a number per row, larger for harder problems; null: skip by `rest`
     start: Share = 0.25  # column: the run starts with this easiest share of the prompts
     steps: PositiveInt = 100  # column: rollout steps until all prompts are used
-    # epochs to skip a prompt after a group that filter_groups would not accept (null: correctness)
+    # epochs to skip a prompt after a group that filter_groups (if null: correctness) would not accept
     rest: Annotated[PositiveInt, Field(le=1000)] = 2
 
 

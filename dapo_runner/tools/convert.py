@@ -191,7 +191,7 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
         if path.exists() and not journal.exists():
             raise ConfigError(f"{path}: already exists and is not overwritten. Choose another OUT.")
     held = {name for name in ConvertConfig.model_fields if not may_change(name, ConvertConfig)}
-    with _lock(journal):
+    with _lock(journal, report):
         settled = _read_journal(journal, config.model_dump(mode="json", include=held))
         waiting = {key: problem for key, problem in problems.items() if key not in settled}
         for rows_by_key in _settle_all(waiting, config):
@@ -206,12 +206,13 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     return Counter(reasons.values())
 
 
-def _lock(journal: Path) -> BinaryIO:
+def _lock(journal: Path, report: Callable[[str], None]) -> BinaryIO:
     try:
         return lock_file(journal)
     except BlockingIOError as error:
         raise ConfigError(f"{journal}: expected a file that no other process writes. End that one first.") from error
-    except OSError:  # a file system without locks, or a file that cannot be written
+    except OSError as error:  # a file system without locks
+        report(f"{journal} cannot be locked ({error}). Start no second process for it.")
         return journal.open("ab+")
 
 

@@ -319,6 +319,9 @@ def test_log_probs_in_16_bits_are_refused_unless_the_trained_ones_are_rounded_to
             refused(TypeError, function, given, f"{function}: {name}", str(dtype))
     for function in (name for name in FUNCTIONS if "preference" in name):
         refused(TypeError, function, {**good(function), "ref_logprobs": rounded}, "ref_logprobs", str(dtype))
+    pair, given = "preference_loss_from_logprobs", good("preference_loss_from_logprobs")
+    assert run(pair, {**given, "logprobs": rounded, "ref_logprobs": rounded}).loss == pytest.approx(math.log(2))
+    refused(TypeError, pair, {**given, "logprobs": rounded, "ref_logprobs": rounded[:2]}, "ref_logprobs")  # sums
     alike = dict.fromkeys(("logprobs", "old_logprobs", "ref_logprobs"), rounded)
     assert run("policy_loss", {**good("policy_loss"), **reference, **alike}).loss == -1
 
