@@ -175,6 +175,7 @@ def resolved(config: Config) -> dict[str, Any]:
         "sampler.max_age": config.max_age,
         "optimizer.mini_batch_size": config.mini_batch_size,
         "evaluation.max_response_tokens": config.evaluation_tokens,
+        "reward.overlong.cache_length": config.cache_length,
     }
 
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from jinja2 import TemplateError
-
 from dapo_runner.config import Config, ConfigError, DataConfig, EvalSetConfig, SftDataConfig
 from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.curriculum import Curriculum
 from dapo_runner.data.reading import Problem, read_problems
 from dapo_runner.data.reasoning_gym import generate_problems
+from dapo_runner.environments.template import TEMPLATE_ERRORS
 from dapo_runner.environments.tools import template_arguments
 from dapo_runner.types import Group, Prompt
 
@@ -164,7 +163,7 @@ def tokenize(
     chat = uses_chat_template(tokenizer, data)
     try:
         texts = [render(turns, tokenizer, chat, **(kwargs | data.chat_template_kwargs)) for turns in conversations]
-    except (TemplateError, TypeError, ValueError) as error:  # any of them from a template
+    except TEMPLATE_ERRORS as error:
         raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
     blocks = (texts[start : start + BLOCK] for start in range(0, len(texts), BLOCK))  # encodings are large

@@ -15,6 +15,7 @@ from dapo_runner.environments.environment import Message
 from dapo_runner.errors import ConfigError
 
 CUT = "\ue000cut\ue000"  # stands in a conversation where a prompt ends, and where a turn of the policy ends
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)  # of a chat template that does not take the messages
 THOUGHTS = dict.fromkeys(("reasoning_content", "thinking"), "(a thought)")
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -136,7 +137,7 @@ class TurnTemplate:
         arguments = {**self.kwargs, "tokenize": False, "add_generation_prompt": True, "tools": self.tools, **options}
         try:
             return str(self.tokenizer.apply_chat_template(list(turns), **arguments))
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ConfigError(f"env: expected a chat template that takes the roles {roles}: {error}") from error
 

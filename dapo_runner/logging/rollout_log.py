@@ -134,14 +134,15 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """Return the text of each token, special ones included. A character of several tokens is the text of the last."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:  # a tokenizer in Python
+        return [tokenizer.decode([token_id]) for token_id in token_ids]
     stream, texts = DecodeStream(skip_special_tokens=False), list[str]()
     for token_id in token_ids:
         try:
             texts.append(stream.step(backend, token_id) or "")
-        except Exception:  # behind bytes of no character, or always: a tokenizer in Python has no backend
+        except Exception:  # behind bytes of no character
             stream = DecodeStream(skip_special_tokens=False)
-            texts.append((stream.step(backend, token_id) or "") if backend else tokenizer.decode([token_id]))
+            texts.append(stream.step(backend, token_id) or "")
     return texts
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from dapo_runner.config import ConfigError, JudgeConfig, ModelConfig
 from dapo_runner.data.dataset import ends_with_eos, render
+from dapo_runner.environments.template import TEMPLATE_ERRORS
 from dapo_runner.policy.model import load_model, load_tokenizer, resolve_device
 
 Conversation = Sequence[dict[str, str]]
@@ -87,7 +87,7 @@ class JudgeModel:
         chat, turns = bool(self.tokenizer.chat_template), [(one["role"], one["content"]) for one in conversation]
         try:
             text = render(turns, self.tokenizer, chat, enable_thinking=False)
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise ConfigError(f"reward.judge: requires a chat template for a user message, got: {error}") from error
         ids = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return ids[:-1] if not chat and ends_with_eos(self.tokenizer) else ids

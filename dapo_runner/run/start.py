@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
@@ -21,7 +20,7 @@ from dapo_runner.config import Config, cautions
 from dapo_runner.data.curriculum import make_curriculum
 from dapo_runner.data.dataset import Dataset, PromptCursor, load_data, render, uses_chat_template
 from dapo_runner.engines.engine import Note, engine_class
-from dapo_runner.environments.template import CUT, special_ids
+from dapo_runner.environments.template import CUT, TEMPLATE_ERRORS, special_ids
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -91,7 +90,7 @@ def note_unstopped_end(config: Config, tokenizer: Any, stop_ids: list[int], note
     """Note a special token that the chat template puts behind an answer, if no response ends there."""
     turns, options = [("user", "A text."), ("assistant", CUT)], config.data.chat_template_kwargs
     chat = uses_chat_template(tokenizer, config.data)
-    with suppress(TemplateError, TypeError, ValueError):  # some templates require other roles
+    with suppress(*TEMPLATE_ERRORS):  # some templates require other roles
         end = render(turns, tokenizer, chat, **options, add_generation_prompt=False).rpartition(CUT)[2].strip()
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         ending = list(takewhile(special_ids(tokenizer).__contains__, ids))

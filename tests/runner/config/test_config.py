@@ -33,7 +33,7 @@ from dapo_runner.config.reading import every_key, may_change, section_of
 from dapo_runner.config.section import Section, conditions_of, spell
 from dapo_runner.errors import ConfigError
 from dapo_runner.preflight import memory
-from dapo_runner.preflight.dry_run import summarize
+from dapo_runner.preflight.dry_run import resolved_yaml, summarize
 from dapo_runner.preflight.memory import ModelShape, host_estimate, memory_estimate, model_shape, phase_estimate
 from dapo_runner.run.folder import is_among
 from docs.settings_reference import COMMANDS, page
@@ -63,6 +63,8 @@ def test_what_follows_from_other_settings(tmp_path: Path) -> None:
     assert [load(tmp_path, overrides).max_age for overrides in ("", ahead)] == [1, 3]
     longest = [load(tmp_path, f"evaluation.max_response_tokens={n}").longest_sequence for n in (16, 128)]
     assert longest == [32 + 64, 32 + 128]
+    shown = yaml.safe_load(resolved_yaml(load(tmp_path, "reward.overlong.cache_length=null")))
+    assert shown["reward"]["overlong"]["cache_length"] == 64 // 5
     config = Config.model_validate({"model": {"path": "m"}, "data": {"path": "d.parquet"}})
     assert config.updates_per_step == 16  # of DAPO's
     with pytest.raises(ValueError, match="frozen"):
