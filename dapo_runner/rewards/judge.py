@@ -147,6 +147,7 @@ class Judge(CallingReward):
         if self.model is not None:
             self.model.check(self.questioner.messages(CHECKS[0]))
             return
+        confidences = []
         for question in CHECKS:  # check both words: a server may split one into several tokens
             try:
                 found: object = self._ask(question)
@@ -157,6 +158,10 @@ class Judge(CallingReward):
                     f"reward.judge: expected {' or '.join(self.settings.answers)} from {self.settings.model} at "
                     f"{self.settings.url} in reply to a first question, got {found or 'something else'} (docs/judge.md)"
                 )
+            confidences.append(found)
+        if confidences[0] < 0.5 <= confidences[1]:
+            yes = self.settings.answers[0]
+            raise ConfigError(f"reward.judge.answers: expected {yes} for a right response, got it for a wrong one only")
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
         pairs = zip(prompts, completions, strict=True)

@@ -298,6 +298,7 @@ def test_both_words_are_tried_before_a_run(tmp_path: Path, dapo: Dapo) -> None:
         dapo.refuses("reward.judge", *command, "--dry-run")
         word = "NO"
         dapo(*command, "--dry-run")
+        dapo.refuses("reward.judge.answers: expected NO for a right", *command, "reward.judge.answers=[NO,YES]")
     for more in (["--dry-run"], []):  # now nobody is there
         assert "127.0.0.1" in dapo.refuses("reward.judge", *command, *more)
     assert not (tmp_path / "runs").exists()
