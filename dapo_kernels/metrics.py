@@ -176,7 +176,7 @@ def reduce_metrics(
         numbers by name, as ``summarize`` of one process returns them.
 
     Raises:
-        TypeError: as ``summarize``.
+        TypeError: an output in place of its ``metrics``.
         ValueError: no rank passed metrics.
 
     Example:

@@ -15,6 +15,10 @@ __all__ = ["Config", "ConfigError", "load_config", "train"]
 _HOMES = {"Config": "config", "ConfigError": "errors", "load_config": "config", "train": "loop"}
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dapo_runner' has no attribute {name!r}")

@@ -116,8 +116,9 @@ class PolicyLoss(nn.Module):
             old_logprobs, advantages: as in ``dapo_loss``.
             attention_mask: [B, L], bool, or 0 and 1: 0 where ``input_ids`` is padding; right padding needs none.
                 Positions count the tokens whose mask is not 0, as in ``generate``.
-            mode: ``"logprobs"`` calls ``linear_token_logprobs`` with those of ``options`` that it has (``mask``,
-                ``temperature``, …), without advantages. Differentiable; under ``torch.no_grad()`` one GEMM.
+            mode: ``"logprobs"`` calls ``linear_token_logprobs`` with ``options``, which it must have (``mask``,
+                ``temperature``, …), and those of the constructor that it has, without advantages. Differentiable;
+                under ``torch.no_grad()`` one GEMM.
             options: keywords of ``linear_dapo_loss`` for this call, not ``objective``.
 
         Raises:

@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,11 +97,11 @@ class DapoGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         *args: Any,
         dynamic_sampling: bool = False,
         max_sampling_rounds: int = 10,
-        on_sampling_exhausted: str = "error",
+        on_sampling_exhausted: Literal["error", "train_partial"] = "error",
         overlong_cache_length: int | None = None,
         overlong_max_length: int | None = None,
         overlong_filtering: bool = False,
-        aggregate: str | None = None,
+        aggregate: Literal["prompt-mean-token-mean"] | None = None,
         **kwargs: Any,
     ) -> None:
         self.aggregate = aggregate

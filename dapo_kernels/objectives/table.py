@@ -16,10 +16,14 @@ from typing import Any, Literal, TypedDict, TypeGuard, get_args
 
 from dapo_kernels.objectives.unknown import unknown_keyword, unknown_objective
 
-SURROGATES = ("clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "up")
-RATIOS = ("token", "sequence", "sequence_token", "sequence_clipped")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-KL_TO = ("reference", "old")
+Surrogate = Literal["clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "up"]
+Ratio = Literal["token", "sequence", "sequence_token", "sequence_clipped"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLTo = Literal["reference", "old"]
+Aggregate = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean-token-mean"
+]
+SURROGATES, RATIOS, KL_ESTIMATORS, KL_TO, AGGREGATES = map(get_args, (Surrogate, Ratio, KLEstimator, KLTo, Aggregate))
 BATCH_SELECTIONS = ("top_entropy", "clip_cov", "kl_cov")
 _SEQUENCE_WEIGHTS = ("vespo", "off_policy_mask")
 _DPPO = ("dppo_tv", "dppo_kl")
@@ -28,10 +32,6 @@ _LARGEST = 3.4e38
 # The fields that apply to a user-defined loss function.
 _READ_BESIDE_OWN = ("surrogate", "aggregate", "length_norm", "top_entropy", "max_old_prob", "paper")
 PROMPT_MEAN = "prompt-mean-token-mean"
-Aggregate = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean-token-mean"
-]
-AGGREGATES = get_args(Aggregate)
 
 
 def _one_of(name: str, value: str, known: Iterable[str]) -> None:
@@ -126,8 +126,8 @@ class Objective:
         0.01
     """
 
-    surrogate: str | Callable[..., Any] = "clip"
-    ratio: str = "token"
+    surrogate: Surrogate | Callable[..., Any] = "clip"
+    ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -135,11 +135,11 @@ class Objective:
     vespo: tuple[float, float, float, float] | None = None
     off_policy_mask: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    kl_to: str = "reference"
+    kl_estimator: KLEstimator = "k3"
+    kl_to: KLTo = "reference"
     kl_through_ratio: bool = False
     entropy_coef: float = 0.0
-    aggregate: str = "token-mean"
+    aggregate: Aggregate = "token-mean"
     length_norm: float | None = None
     top_entropy: float | None = None
     clip_cov: tuple[float, float, float] | None = None
@@ -366,8 +366,8 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Objective) if field.na
 class ObjectiveFields(TypedDict, total=False):
     """Fields of ``Objective`` as keywords that apply to one call."""
 
-    surrogate: Literal["clip", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "up"] | Callable[..., Any]
-    ratio: Literal["token", "sequence", "sequence_token", "sequence_clipped"]
+    surrogate: Surrogate | Callable[..., Any]
+    ratio: Ratio
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -375,8 +375,8 @@ class ObjectiveFields(TypedDict, total=False):
     vespo: tuple[float, float, float, float] | None
     off_policy_mask: float | None
     kl_coef: float
-    kl_estimator: Literal["k1", "k2", "k3"]
-    kl_to: Literal["reference", "old"]
+    kl_estimator: KLEstimator
+    kl_to: KLTo
     kl_through_ratio: bool
     entropy_coef: float
     aggregate: Aggregate

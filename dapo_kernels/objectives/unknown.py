@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection
 
 # Our keywords, and their names in TRL, verl, transformers and other trainers.
-_ELSEWHERE = {
+ELSEWHERE = {
     "target_ids": ("labels",),
     "mask": ("response_mask", "completion_mask", "loss_mask", "action_mask", "attention_mask", "ignore_index"),
     "old_logprobs": ("old_log_prob", "old_log_probs", "old_logps", "old_per_token_logps"),
@@ -59,7 +59,7 @@ def unknown_objective(caller: str, name: str, known: Collection[str]) -> ValueEr
 
 def unknown_keyword(caller: str, name: str, known: Collection[str]) -> TypeError:
     """Return the error for a keyword that is not among ``known``. It suggests none that the function lacks."""
-    ours = [key.split(" and ") for key, names in _ELSEWHERE.items() if name in names]
+    ours = [key.split(" and ") for key, names in ELSEWHERE.items() if name in names]
     near = ours[0] if ours else difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     but = f"; {_DIFFERENCES[name]}" if name in _DIFFERENCES else ""
     hint = f" (did you mean {' and '.join(map(repr, near))}?{but})" if near and {*known}.issuperset(near) else ""

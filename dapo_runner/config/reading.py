@@ -13,12 +13,24 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dapo_kernels.objectives import FIELDS
+from dapo_kernels.objectives.unknown import ELSEWHERE as FIELDS_ELSEWHERE
 from dapo_runner.config.section import MAY_CHANGE, Section, Unquoted, problems_of, read_plain, set_key
 from dapo_runner.config.settings import Config
 from dapo_runner.config.training import LossConfig
 from dapo_runner.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run
+ELSEWHERE = {  # the names of settings in TRL and verl
+    "loss.objective": ("loss_type", "loss_mode"),
+    "optimizer.lr": ("learning_rate",),
+    "optimizer.mini_batch_size": ("ppo_mini_batch_size", "generation_batch_size", "steps_per_generation"),
+    "optimizer.token_budget": ("gradient_accumulation_steps", "per_device_train_batch_size", "micro_batch_size"),
+    "rollout.group_size": ("num_generations", "n"),
+    "rollout.max_prompt_tokens": ("max_prompt_length",),
+    "rollout.max_response_tokens": ("max_completion_length", "max_response_length", "max_new_tokens"),
+    "run.steps": ("max_steps", "num_train_epochs", "epochs", "total_epochs", "total_training_steps"),
+    "sampler.prompts_per_step": ("batch_size", "train_batch_size"),
+}
 C = TypeVar("C", bound=Section)
 
 
@@ -138,7 +150,9 @@ def _explain(item: Any, kind: type[Section]) -> str:
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
         known = _known_keys(location[:-1], kind)
-        near = [place for place in every_key(kind) if place.split(".")[-1] == location[-1]]
+        named = ELSEWHERE | {f"loss.overrides.{field}": names for field, names in FIELDS_ELSEWHERE.items()}
+        near = [place for place in every_key(kind) if location[-1] in named.get(place, ())]
+        near = near or [place for place in every_key(kind) if place.split(".")[-1] == location[-1]]
         near = near or difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"

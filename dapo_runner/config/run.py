@@ -58,7 +58,8 @@ class RunConfig(JobConfig):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    steps: MayChange[PositiveInt] = 320  # rollout steps
+    # rollout steps; one pass over the data takes at most its prompts / `sampler.prompts_per_step`
+    steps: MayChange[PositiveInt] = 320
     # end after the step that reaches this many generated tokens; null: off
     max_tokens: MayChange[PositiveInt | None] = None
     async_save: MayChange[bool] = False  # write checkpoints in the background, from a copy in memory

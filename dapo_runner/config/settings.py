@@ -37,8 +37,9 @@ class Config(TrainingConfig):
     """All settings of a run, with their types checked. `load_config` reads them from a file and checks all rules.
 
     Example:
-        >>> from dapo_runner import Config
-        >>> config = Config(model={"path": "Qwen/Qwen3-0.6B"}, data={"path": "math.jsonl"})
+        >>> from pathlib import Path
+        >>> from dapo_runner.config import Config, DataConfig, ModelConfig
+        >>> config = Config(model=ModelConfig(path="Qwen/Qwen3-0.6B"), data=DataConfig(path=Path("math.jsonl")))
         >>> config.rollout.group_size, config.optimizer.lr
         (16, 1e-06)
     """
@@ -298,6 +299,6 @@ def cautions(config: Config) -> Iterator[str]:
         name = "env.kind" if is_game else "reward.parts" if reward.parts else f"reward.kind={reward.kind}"
         yield (
             f"{name}: groups are accepted by correctness, so graded rewards are lost where all "
-            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them, unless "
-            "rewards always differ (docs/judge.md)."
+            "samples are correct or all incorrect. Set sampler.filter_groups=reward to keep them, or null if "
+            "rewards always differ (docs/your-own.md)."
         )

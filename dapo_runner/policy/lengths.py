@@ -30,6 +30,7 @@ def check_lengths(config: Config, source: str | Path, prompts: Sequence[Prompt] 
     for key, path in models.items():
         if path is not None and (download or is_local(path, "config.json")):
             found = check_length(key, path, config.model, longest, setting, highest, local_files_only=not download)
+            refuse_quantized(key, found)
             if key == "model.path" and not config.rollout.engine_spec.has_sliding_windows:
                 _check_windows(config, found)
         elif path is not None:
@@ -72,6 +73,12 @@ def check_length(
     return config
 
 
+def refuse_quantized(key: str, model: Any) -> None:
+    """Raise ConfigError if the weights of a model to train are quantized, by its configuration."""
+    if (found := getattr(model, "quantization_config", None)) is not None:
+        raise ConfigError(f"{key}: expected weights that are not quantized, got {found}. Save them in bfloat16 first.")
+
+
 @contextmanager
 def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
     """Convert an error of transformers to a ConfigError with one line. A damaged file raises errors of any type."""
@@ -80,7 +87,7 @@ def loading(key: str, what: str, path: str | Path) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(describe_error(error).split())
+        reason = " ".join(describe_error(error).split()).partition(" Model type should be")[0]  # a hundred names
         raise ConfigError(f"{key}: expected {what} that can be loaded, got {str(path)!r}: {reason}") from error
 
 

@@ -4,6 +4,7 @@
 memory are limited, because a model writes the texts that it judges.
 """
 
+import dis
 import json
 import logging
 import math
@@ -180,10 +181,12 @@ def run_confined(function: Callable[[], float]) -> float:
 
 
 def refuse_programs(event: str, arguments: Any) -> None:
-    """Raise ValueError before Python evaluates a string with a function, an attribute or a name not in ``NAMES``."""
+    """Raise ValueError before Python evaluates a string with a function, loop, assignment, or name not in ``NAMES``."""
     if event != "exec" or (code := arguments[0]).co_filename != "<string>":  # modules have files
         return
-    if {name for name in code.co_names if name[1:]} - set(NAMES.split()) or type(code) in map(type, code.co_consts):
+    stores = any(step.opname.startswith("STORE_") for step in dis.get_instructions(code))  # loops are inlined from 3.12
+    names = {name for name in code.co_names if name[1:]}
+    if stores or names - set(NAMES.split()) or type(code) in map(type, code.co_consts):
         raise ValueError("the answer is a program")
 
 

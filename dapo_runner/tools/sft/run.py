@@ -13,7 +13,7 @@ from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.metrics import prefixed
 from dapo_runner.logging.progress import Progress, RunConsole, make_progress
 from dapo_runner.logging.speed import speed_metrics
-from dapo_runner.policy.lengths import check_length
+from dapo_runner.policy.lengths import check_length, refuse_quantized
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.start import build_learner, find_start, load_start, open_log, open_trackers_on_rank0
@@ -88,7 +88,8 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     assert recipe.model.path is not None
     ids = [sequence.token_ids for sequence in examples.sequences.values()]
     highest = max(int(sequence.max()) for sequence in ids)
-    check_length("model.path", recipe.model.path, recipe.model, max(map(len, ids)), "data.max_tokens", highest)
+    key, path, longest = "model.path", recipe.model.path, max(map(len, ids))
+    refuse_quantized(key, check_length(key, path, recipe.model, longest, "data.max_tokens", highest))
     size, n_examples = recipe.optimizer.mini_batch_size, len(examples.train)
     config = recipe.training(math.ceil(recipe.run.epochs * n_examples / size))
     fits = ("optimizer.mini_batch_size", size <= n_examples, f"at most {n_examples}, the training examples")

@@ -17,6 +17,7 @@ from small import Dapo, events_of, write_recipe
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import DUPLICATES, IN_HELDOUT, Dataset, load_data
 from dapo_runner.data.reasoning_gym import _generate
+from dapo_runner.rewards.rule_worker import refuse_programs
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Prompt, Sample
 
@@ -119,6 +120,15 @@ def test_an_answer_that_is_a_program_does_no_harm(tmp_path: Path) -> None:
     assert honest.correct
     (slow,) = score(prompt, "9**9**9**9", timeout=0.5)
     assert slow.verdict.rule == "timeout"
+
+
+def test_a_program_is_told_from_a_value() -> None:
+    """Python 3.12 compiles a comprehension in place, with stores."""
+    for text in ("[c for c in (4, 6)]", "(c := 4)", "(lambda: 4)()", "[0 for x.exp in [5]]", "open(4)"):
+        with pytest.raises(ValueError, match="program"):
+            refuse_programs("exec", (compile(text, "<string>", "eval"),))
+    for text in ("[4, 6]", "{'x': (1, -2.5)}", "x**2 + 3"):
+        refuse_programs("exec", (compile(text, "<string>", "eval"),))
 
 
 def test_a_wrong_task_is_refused_and_the_reward_is_that_of_the_tasks() -> None:

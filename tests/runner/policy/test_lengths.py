@@ -14,7 +14,7 @@ from builders import write_rows
 from refusals import refused
 from sft_runs import write_sft_recipe
 from small import Dapo, small_recipe, write_recipe
-from transformers import GPT2Config, LlamaConfig, MambaConfig, Phi3Config, Qwen2MoeConfig
+from transformers import GPT2Config, LlamaConfig, MambaConfig, Phi3Config, Qwen2MoeConfig, ViTConfig
 
 from dapo_runner.cli import main
 from dapo_runner.config import Config, ModelConfig, parse
@@ -98,6 +98,23 @@ def test_tokens_without_an_embedding_are_refused(model_folder: Path, tmp_path: P
     for more in ([], ["--dry-run"]):
         recipe = write_sft_recipe(model, rows, tmp_path / "sft.yaml", data={"eval_size": 0})
         dapo.refuses(f"model.path: {model}", "sft", recipe, *more)
+
+
+def test_quantized_weights_are_refused(model_folder: Path, tmp_path: Path, dapo: Dapo) -> None:
+    bits = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model = with_values(model_folder, tmp_path / "model", quantization_config=bits)
+    command = ["train", write_recipe(tmp_path, steps=1), "model.tiny=null", f"model.path={model}"]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "completion": "3"}])
+    sft = ["sft", write_sft_recipe(Path(model), rows, tmp_path / "sft.yaml", data={"eval_size": 0})]
+    for given in (command, [*command, "--dry-run"], sft, [*sft, "--dry-run"]):
+        dapo.refuses("model.path: expected weights that are not quantized", *given)
+
+
+def test_a_model_of_another_kind_is_refused_in_one_short_line(tmp_path: Path, dapo: Dapo) -> None:
+    ViTConfig().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    command = ["train", write_recipe(tmp_path), "model.tiny=null", f"model.path={tmp_path / 'model'}"]
+    assert len(dapo.refuses("model.path", *command)) < 600
 
 
 def test_the_dry_run_checks_models_in_the_cache_of_the_hub(
