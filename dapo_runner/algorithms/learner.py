@@ -280,7 +280,10 @@ class Learner:
         losses = self.world.all_gather_object(loss_sum if counts else 0.0)
         total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)  # fsum refuses ∞ − ∞
         loss = total / self.world.size / loss_scale
-        return {"loss": loss, "grad_norm": grad_norm, **reduce_metrics([out.metrics for out in outs] if counts else [])}
+        found = reduce_metrics([out.metrics for out in outs] if counts else [])
+        if self.loss.objective is not None and not self.loss.objective.kl_coef:
+            del found["ref_kl"]  # 0, as if policy and reference were the same
+        return {"loss": loss, "grad_norm": grad_norm, **found}
 
     def step_metrics(self, minis: Iterable[MiniBatch], updates: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return the means over the updates, their number, and the mismatch of engine and policy. Collective."""

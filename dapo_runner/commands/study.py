@@ -22,7 +22,7 @@ from dapo_runner.preflight.dry_run import departures
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.run.folder import lock_folder
 from dapo_runner.tools.study.page import check_page, write_page
-from dapo_runner.tools.study.results import read_result
+from dapo_runner.tools.study.results import Result, read_result
 from dapo_runner.tools.study.runs import Failure, StudyRun, carry_out, is_finished, make_start, plan_runs, plan_starts
 
 
@@ -71,6 +71,11 @@ def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
     return config.model_copy(update={"model": model, "data": start.data})
 
 
+def _last_value(result: Result) -> str:
+    _, values = result.accuracy
+    return f"{values[-1]:{'.1%' if '@' in result.metric else '.3f'}}" if values else "no accuracy measured"
+
+
 def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun], jobs: int) -> int:
     failures: list[Failure] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save their step
@@ -80,8 +85,7 @@ def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[S
             for n, (run, seconds, failure) in enumerate(ended, start=1):
                 if failure is not None:
                     failures.append(failure)
-                _, accuracy = ([], []) if failure is not None else read_result(run).accuracy
-                result = failure.reason if failure else f"{accuracy[-1]:.1%}" if accuracy else "no accuracy measured"
+                result = failure.reason if failure else _last_value(read_result(run))
                 left = (len(waiting) - n) * (time.monotonic() - started) / n
                 place = f"[{n_before + n}/{len(runs)}] {run.variant}, seed {run.seed}"
                 print(f"{place}: {result}, {seconds:.0f} s; about {left / 60:.0f} min left", flush=True)

@@ -72,6 +72,7 @@ def _dry_run(config: Config) -> int:
         print(unmatchable)
     lengths = "" if is_here else f". Lengths are unknown: the tokenizer of {path} is not on this machine"
     print(f"data: {dataset.report.describe()}{lengths}")
+    print(f"first prompt: {dataset.train[0].text!r}")
     return 0
 
 

@@ -33,10 +33,18 @@ FAILED, EMPTY, LONG = "that reasoning-gym failed to generate", "without tokens",
 class DataReport(Counter[str]):
     """Counts of rows: ``rows`` is the sum of all other counts, ``train`` and ``heldout`` included."""
 
+    caution = ""
+
+    def find_unknown(self, rendered: Sequence[tuple[str, Sequence[int]]], tokenizer: Any) -> None:
+        """Note a tokenizer that does not know most of these texts."""
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if 2 * sum(ids.count(unknown) for _, ids in rendered) > sum(len(ids) for _, ids in rendered):
+            self.caution = f". Caution: the tokenizer turns most of {rendered[0][0]!r:.200} into {tokenizer.unk_token}"
+
     def describe(self, noun: str = "prompts") -> str:
         kept = f"{self['rows']} rows → {self['train']} training and {self['heldout']} held-out {noun}"
         dropped = [f"{n} {what}" for what, n in self.items() if n and what not in ("rows", "train", "heldout")]
-        return f"{kept}; dropped {', '.join(dropped)}" if dropped else kept
+        return (f"{kept}; dropped {', '.join(dropped)}" if dropped else kept) + self.caution
 
 
 class Dataset(NamedTuple):
@@ -51,11 +59,13 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     is_game = config.env is not None and config.env.kind is not None
     generate = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else None
     train, sets = generate(data, report) if generate else _read(data, report, is_game)
-    arguments = template_arguments(config.env)
+    arguments, shortest = template_arguments(config.env), dict[str, int]()
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
         turns = [(*each.context, ("user", apply_template(data.prompt_template, each.question))) for each in problems]
         rendered = tokenize(turns, tokenizer, data, **arguments)
+        report.find_unknown(rendered, tokenizer)
+        shortest[eval_set] = min((len(ids) for _, ids in rendered), default=0)
         n_empty = 0 if tokenizer is None or is_game else sum(not ids for _, ids in rendered)  # reset adds to a game
         prompts = [
             Prompt(each.key[:16], ids, text, each.answer, each.source, eval_set, messages, each.row)
@@ -68,7 +78,9 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     prompts = build(train)
     heldout = [prompt for name, problems in sets.items() for prompt in build(problems, name)]
     if empty := data.eval.keys() - {prompt.eval_set for prompt in heldout}:
-        raise ConfigError(f"data.eval.{min(empty)}: expected prompts of up to rollout.max_prompt_tokens, got none")
+        limit, n = config.rollout.max_prompt_tokens, shortest[name := min(empty)]
+        got = f"{n} tokens or more" if n else "none"
+        raise ConfigError(f"data.eval.{name}: expected prompts of up to rollout.max_prompt_tokens={limit}, got {got}")
 
     def identity(prompt: Prompt) -> str:  # different rows can render to the same prompt, or be different games
         return prompt.id if is_game else " ".join(prompt.text.split())

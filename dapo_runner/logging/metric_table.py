@@ -36,6 +36,7 @@ HELDOUT = (Metric("eval/avg@*", "avg", BLUE), Metric("eval/cons@*", "cons", GREE
 REWARD = (
     Metric("batch/reward", "trained on", BLUE, "reward", "{:+.2f}"),
     Metric("sampling/reward", "generated", ORANGE),
+    Metric("eval/reward", "held-out", GREEN),
 )
 ACCURACY = (
     Metric("batch/accuracy", "trained on", BLUE),

@@ -60,10 +60,11 @@ class Progress:
         self.note(f"step {step}/{self.bar.tasks[0].total}  {'  '.join(shown)}  {times}")
 
     def evaluation(self, step: int, figures: Figures) -> None:
-        """Print avg@k, cons@k and pass@k of all problems, and avg@k of each evaluation set and source."""
+        """Print avg@k, cons@k, pass@k and reward of all problems, and avg@k of each evaluation set and source."""
         chosen = [key for key in figures if "@" in key and ("/" not in key or "/avg@" in key)]
         shown = ", ".join(f"{key} {figures[key]:.1%}" for key in chosen)
-        self.note(f"evaluation after step {step}: {shown} on {figures['problems']:.0f} problems")
+        reward, n = figures["reward"], figures["problems"]
+        self.note(f"evaluation after step {step}: {shown}, reward {reward:+.3f} on {n:.0f} problems")
 
     def close(self) -> None:
         self.bar.stop()

@@ -41,6 +41,7 @@ from dapo_runner.run.context import RunContext, open_context
 from dapo_runner.run.early_stop import EarlyStop
 from dapo_runner.run.folder import TINY_MODEL, AnyConfig, Change, check_same_run, write_config
 from dapo_runner.run.fork import drop_incompatible_groups, start_fork
+from dapo_runner.run.frozen import check_frozen
 from dapo_runner.run.steps import Run
 from dapo_runner.run.training import is_due
 from dapo_runner.tiny_model import ensure_tiny_model
@@ -187,6 +188,7 @@ def build_learner(config: Config, checkpoint: Checkpoint | None, context: RunCon
         reference = load_policy(config.reference_path or start, config.model, device, world=world, role="reference")
     if config.critic is not None:
         critic = load_policy(config.critic.path or start, config.model, device, world=world, role="critic")
+    world.run_on_rank0(lambda: check_frozen(config, Path(start), is_resumed=checkpoint is not None))
     return Learner(policy, config, reference, critic, context.clock)
 
 

@@ -426,6 +426,7 @@ def test_it_prints_the_plan_and_leaves_nothing(files: dict[str, Path], tmp_path:
     assert "sampler.filter_groups=correctness (grpo: null)" in plan
     assert re.search(r"per step 4\D+4\D+16\b", plan)
     assert re.search(r"data: 3\D+2\D+1\b", plan)
+    assert "first prompt: '" in plan
     assert not (tmp_path / "runs").exists()
 
 

@@ -19,6 +19,7 @@ from builders import file_size_limit
 from forks import CONTEXT
 from golden_runs import result_of
 from refusals import refused
+from safetensors.torch import load_file, save_file
 from small import AtPhase, Dapo, Notes, config_in, events_of, steps_of, write_recipe
 
 from dapo_runner.checkpoint import CheckpointError, find_checkpoints
@@ -246,6 +247,24 @@ def test_anything_else_is_refused(sections: Sections, change: str, source: Path,
         with refused("run.name", parts=[change, advice]) as caught:
             train(config_in(folder, start, **sections), Notes())
     assert "run.from" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
+def test_a_reference_or_a_base_with_other_weights_is_refused(lora: dict[str, Any], start: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(start, tmp_path / "model"))
+
+    def config(steps: int) -> Config:
+        loss = {"overrides": {"kl_coef": 0.1}} if not lora else {}
+        return config_in(tmp_path, model, run={"steps": steps}, loss=loss, model={"path": str(model), **lora})
+
+    train(config(1), Notes())
+    (weights,) = model.glob("*.safetensors")
+    before = load_file(weights)
+    save_file({name: tensor * 1.01 for name, tensor in before.items()}, weights, {"format": "pt"})
+    with refused("model.path", parts=[str(model)]):
+        train(config(2), Notes())
+    save_file(before, weights, {"format": "pt"})
+    assert len(steps_of(train(config(2), Notes()), "train/loss")) == 2
 
 
 def test_a_fork_goes_on_as_its_run_did(source: Path, fork: Fork, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
 
 def _tokenize(pairs: list[Pair], prompts: list[Prompt], found: Examples, tokenizer: Any, data: SftDataConfig) -> None:
     rendered = tokenize([pair.prompt for pair in pairs], tokenizer, data, **_thinking(pairs[0]))
+    found.report.find_unknown(rendered, tokenizer)
     targets = tokenizer([pair.completion for pair in pairs], add_special_tokens=False)["input_ids"]
     for pair, (text, before), after in zip(pairs, rendered, targets, strict=True):
         end = [] if after[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]

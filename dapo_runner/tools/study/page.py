@@ -158,8 +158,9 @@ def _legend(study: StudyConfig, results: Sequence[Result], equal_tokens: float) 
     is_short = any(result.total("step") < 2 * TAIL for result in results)
     tail = f"{TAIL} steps" + ", at most half of a run" * is_short
     metrics = " or ".join(sorted({f"`{result.metric.removeprefix('eval/')}`" for result in results}))
+    scale = "in percent" if "@" in metrics else "times 100"
     return (
-        f"Accuracy is {metrics} on held-out problems in percent, mean ± standard error over the seeds "
+        f"Accuracy is {metrics} on held-out problems {scale}, mean ± standard error over the seeds "
         f"{', '.join(map(str, study.seeds))}. Half is the evaluation nearest to half of the tokens; at equal tokens is "
         f"interpolated at {equal_tokens:,.0f}, the fewest of any run. Entropy (nats per token), length (tokens) and "
         f"truncated (share of responses) are means over the first and the last {tail}. Differences are over the seeds "

@@ -343,8 +343,8 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     assert (report["rows"], report[IN_HELDOUT], report[DUPLICATES]) == (16, 5, 1)
     with refused("data.path", parts=["data.eval", f"5 {IN_HELDOUT}"]):
         load(one, most=1000, eval={"same": {"path": one}})
-    for rows in ([], [gsm8k_row("?" * 1001, "1")]):
-        with refused("data.eval.few"):
+    for rows, got in (([], "none"), ([gsm8k_row("?" * 1001, "1")], "tokens or more")):
+        with refused("data.eval.few", parts=[got]):
             load(one, most=1000, eval={"few": {"path": write_rows(tmp_path / "few.jsonl", rows)}})
     with refused("data.eval.own.path"):
         check_needs(config_of(tmp_path / "t.jsonl", eval={"own": {"path": "nowhere.jsonl"}}))
@@ -440,6 +440,14 @@ def test_a_prompt_without_tokens_is_left_out(tmp_path: Path) -> None:
     assert len(load_data(config, None).train) == 2  # unknown without a tokenizer
     game = config.model_copy(update={"env": EnvironmentConfig(kind=f"{__name__}:Game")})
     assert len(load_data(game, StrictTokenizer()).train) == 2  # it adds what its reset says
+
+
+def test_a_tokenizer_that_does_not_know_the_data_is_noted(tmp_path: Path) -> None:
+    """Such as that of a tiny model. Unknown letters here and there do no harm."""
+    for question, is_known in (("sort: nut apple", False), ("1 + 2 + 3 = w?", True)):
+        path = write_rows(tmp_path / "rows.jsonl", [{"q": question, "a": "7"}])
+        config = config_of(path, columns=COLUMNS)
+        assert ("into <unk>" in load_data(config, make_tokenizer()).report.describe()) != is_known
 
 
 def test_long_data_is_tokenized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

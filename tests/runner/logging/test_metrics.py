@@ -232,7 +232,8 @@ def written(mode: str, terminal: bool, figures: dict[str, float] = FIGURES) -> s
     progress.start(0, 10)
     progress.phase("old_logprobs")
     progress.step(1, figures, SECONDS, SPEED)
-    progress.evaluation(1, {"avg@4": 0.875, "exam/avg@4": 0.5, "exam/cons@4": 0.5, "problems": 40.0, "length": 3.0})
+    figures = {"avg@4": 0.875, "exam/avg@4": 0.5, "exam/cons@4": 0.5, "problems": 40.0, "length": 3.0, "reward": 0.75}
+    progress.evaluation(1, figures)
     progress.close()
     return file.getvalue()
 
@@ -254,7 +255,7 @@ def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> 
     speed = ("12,346 tokens/s with prompts", "MFU 41%", "61.5 GiB")
     assert [number for number in (*labels, *speed) if number not in step] == []
     assert "grad" not in step  # it was not logged
-    assert [number for number in ("avg@4 87.5%", "exam/avg@4 50.0%", "40") if number not in evaluation] == []
+    assert [number for number in ("avg@4 87.5%", "exam/avg@4 50.0%", "+0.750", "40") if number not in evaluation] == []
     assert "cons" not in evaluation
     assert [part for part in ("1/10", "old logprobs") if part not in written("auto", terminal=True)] == []
     assert written("plain", terminal=True) == written("auto", terminal=False)
