@@ -30,16 +30,16 @@ class ToolCall(BaseModel):
 def parse_calls(text: str, tokenizer: Any = None, tools: Sequence[Any] = ()) -> list[Any]:
     """Return the calls of a turn in order, as JSON or as dictionaries; None for what cannot be read.
 
-    Without a response template of the tokenizer they follow the thoughts, in the form of Hermes and Qwen,
-    `<tool_call>{…}</tool_call>`.
+    They follow the thoughts, as `<tool_call>{…}</tool_call>` (Hermes, Qwen) without a response template.
     """
+    text = text.rpartition("</think>")[2]
     if getattr(tokenizer, "response_template", None) is None:
-        return _HERMES.findall(text.rpartition("</think>")[2])
-    try:
-        calls = tokenizer.parse_response(text, prefix="", tools=list(tools)).get("tool_calls") or []
-        return [call.get("function") for call in calls]
-    except Exception:  # whatever a parser does with the text of a model
-        return [None]
+        return _HERMES.findall(text)
+    for end in (tokenizer.eos_token or "", ""):  # which some templates expect behind a call, and others do not
+        with suppress(Exception):  # whatever a parser does with the text of a model
+            calls = tokenizer.parse_response(text + end, prefix="", tools=list(tools)).get("tool_calls") or []
+            return [call.get("function") for call in calls]
+    return [None]
 
 
 def common_length(a: str, b: str) -> int:
@@ -83,9 +83,9 @@ class TurnTemplate:
             return self._tokenize(self._plain("".join(message.content for message in messages)))
         plain = ({"role": message.role, "content": self._plain(message.content)} for message in messages)
         ids = self._tokenize(self._render([*self._turns, *plain]).partition(CUT)[2])
-        # The policy may have closed its turn itself. Only space stands before that token, a tokenizer's own included.
+        # The policy may have closed its turn itself. Before that token stand only space and other special tokens.
         n = ids.index(last_token) if self.is_special(last_token) and last_token in ids else -1
-        return ids if self.tokenizer.decode(ids[:n]).strip() else ids[n + 1 :]
+        return ids if self.tokenizer.decode(ids[:n], skip_special_tokens=True).strip() else ids[n + 1 :]
 
     def is_special(self, token: int) -> bool:
         return token in self._special_ids

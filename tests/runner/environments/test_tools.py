@@ -206,6 +206,25 @@ def test_calls_are_read_by_the_template_of_the_tokenizer() -> None:
     assert contents(ToolEnvironment([product]).step(f"<tool_call>{as_text}</tool_call>")) == ["42"]
 
 
+@pytest.mark.parametrize("close", [{"close_pattern": r"\]<\|im_end\|>\s*"}, {"close_pattern": r"\]$"}, {}])
+def test_a_response_template_may_expect_the_end_of_the_turn_behind_a_call(close: dict[str, str]) -> None:
+    calls = {key: value for key, value in TEMPLATE["fields"]["tool_calls"].items() if key != "close"}
+    found = chat_tokenizer()
+    found.response_template = TEMPLATE | {"fields": TEMPLATE["fields"] | {"tool_calls": calls | close}}
+    text = '[product {"a": 6, "b": 7}' + "]" * bool(close)  # the token that ended the turn is cut off
+    assert contents(ToolEnvironment([product], None, found).step(text)) == ["42"]
+    assert ToolEnvironment([product], None, found).step("Answer: 42").is_done
+
+
+def test_calls_of_llama_are_read_by_the_response_template_of_trl() -> None:
+    chat_templates = pytest.importorskip("trl.chat_template_utils")
+    found = chat_tokenizer(chat_templates.llama3_1_chat_template)
+    found.eos_token = "<|eot_id|>"
+    chat_templates.add_response_schema(found)
+    text = '{"name": "product", "parameters": {"a": 6, "b": 7}}'
+    assert contents(ToolEnvironment([product], None, found).step(text)) == ["42"]
+
+
 @pytest.mark.parametrize(
     ("kind", "tools", "key"),
     [
@@ -224,11 +243,16 @@ def test_what_is_no_tool_is_refused(kind: str | None, tools: list[str], key: str
         template_arguments(EnvironmentConfig(kind=kind, tools=tools))
 
 
-def test_a_call_in_a_closed_thought_is_not_made() -> None:
-    thought, environment = f"<think>\n{call('product', a=6, b=7)}", ToolEnvironment([product])
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_call_in_a_closed_thought_is_not_made(has_template: bool) -> None:
+    def written(**arguments: int) -> str:
+        return f"[product {json.dumps(arguments)}]" if has_template else call("product", **arguments)
+
+    thought = f"<think>\n{written(a=6, b=7)}"
+    environment = ToolEnvironment([product], None, tokenizer(has_template))
     answer = environment.step(f"{thought}\n</think>\n\nAnswer: 42")
     assert (contents(answer), answer.is_done) == ([], True)
-    assert contents(environment.step(f"{thought}\n</think>{call('product', a=2, b=3)}")) == ["6"]
+    assert contents(environment.step(f"{thought}\n</think>{written(a=2, b=3)}")) == ["6"]
     assert contents(environment.step(thought)) == ["42"]
     assert environment.counts["tool_calls"] == 2
 

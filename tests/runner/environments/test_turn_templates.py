@@ -77,10 +77,10 @@ def test_templates_that_do_not_only_append_are_refused(name: str, takes_user: bo
         assert tokenizer.apply_chat_template([{"role": "user", "content": "1?"}], **options).endswith(opened)
 
 
-@pytest.mark.parametrize("space", ["", " "], ids=repr)  # Llama 2 writes one before the end of a turn
+@pytest.mark.parametrize("before", ["", " ", "<pad>"], ids=repr)  # the end of a turn: Llama 2; Command R7B has two ends
 @pytest.mark.parametrize("rstrip", [False, True])  # Phi-3's end takes the space behind it
-def test_a_reply_has_the_tokens_of_a_whole_conversation(space: str, rstrip: bool) -> None:
-    tokenizer = chat_tokenizer(CHATML.replace("<|im_end|>", f"{space}<|im_end|>"))
+def test_a_reply_has_the_tokens_of_a_whole_conversation(before: str, rstrip: bool) -> None:
+    tokenizer = chat_tokenizer(CHATML.replace("<|im_end|>", f"{before}<|im_end|>"))
     tokenizer.eos_token = AddedToken("<|im_end|>", special=True, rstrip=rstrip)
     sentencepiece_spaces(tokenizer)
     turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
