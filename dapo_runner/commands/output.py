@@ -48,7 +48,7 @@ def print_rows(rows: Mapping[str, str]) -> None:
     table = Table("", Column(overflow="fold"), box=None, show_header=False)
     for label, text in rows.items():
         table.add_row(label, text)
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def print_evaluations(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
@@ -66,7 +66,7 @@ def print_evaluations(title: str, columns: Mapping[str, Mapping[str, float]]) ->
         if key.startswith("eval/"):
             shown = (_figure(key, column[key]) if key in column else "" for column in columns.values())
             table.add_row(key.removeprefix("eval/"), *shown)
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def _figure(key: str, value: float) -> str:

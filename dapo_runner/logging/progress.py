@@ -40,7 +40,7 @@ class Progress:
         self.bar.start()
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """Show the phase that has started, by its name in `dapo_runner.timing`."""

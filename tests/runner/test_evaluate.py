@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_runner.commands.evaluate import print_response
-from dapo_runner.commands.output import print_evaluations
+from dapo_runner.commands.output import print_evaluations, print_rows
 from dapo_runner.evaluate import EvaluationError, evaluate, evaluation_metrics, pass_estimate
+from dapo_runner.logging.progress import RunConsole, make_progress
 from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.types import Group, RolloutRequest, SamplingParams, Verdict
 
@@ -148,6 +149,15 @@ def test_a_table_has_the_metrics_of_every_evaluation(capsys: pytest.CaptureFixtu
     assert re.findall(r"[\w.@]+%?", capsys.readouterr().out.partition("after")[2]) == [
         *("avg@4", "0.0%", "50.0%", "cons@4", "25.0%")
     ]
+
+
+def test_names_of_the_user_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["[/INST] x", "[a] :smile:"]
+    print_evaluations("run", {"[b] before": {f"eval/{name}/avg@4": 0.5 for name in names}})
+    print_rows(dict.fromkeys(names, "/data/[v1]/a[/b].jsonl"))
+    make_progress("plain", RunConsole()).evaluation(1, {"problems": 2.0, **{f"{name}/avg@4": 0.5 for name in names}})
+    out = capsys.readouterr().out
+    assert [out.count(name) for name in (*names, "/data/[v1]/a[/b].jsonl", "[b] before")] == [3, 3, 2, 1]
 
 
 def test_what_a_model_wrote_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
