@@ -42,7 +42,7 @@ class JudgePrompt(Section):
     def checks(self) -> Iterator[Check]:
         fits = "{reference}" in self.template and "{response}" in self.template
         yield "template", fits, "a text with {reference} and {response} in it"
-        words = {answer.lower() for answer in self.answers if re.fullmatch(r"\w+", answer)}
+        words = {answer.lower() for answer in self.answers if re.fullmatch(r"\w\S*", answer)}
         yield "answers", len(words) == 2, "two different words"
 
 

@@ -101,9 +101,10 @@ class Questioner:
     def __init__(self, prompt: JudgePrompt, tokens: Iterable[str] = ()) -> None:
         """Take ``tokens``, the special tokens of the judge."""
         self.prompt = prompt
-        names = set(re.findall(r"</?(\w+)>", prompt.template))
+        names = set(re.findall(r"</?([^\s<>/]+)>", prompt.template))
         # A tag in any spelling gets a space inside its name. A tag with a one-letter name must match exactly.
-        tags = [rf"(?i:<\s*/?\s*{name[0]}(?={name[1:]}\s*>))" for name in sorted(names) if len(name) > 1]
+        tag = r"(?i:<\s*/?\s*{}(?={}\s*>))"
+        tags = [tag.format(re.escape(name[0]), re.escape(name[1:])) for name in sorted(names) if len(name) > 1]
         short = {f"<{slash}{name}>" for name in names if len(name) == 1 for slash in ("", "/")}
         exact = [token for token in short | set(tokens) if len(token) > 1 and not re.search(r"\s", token)]
         others = [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in exact]
@@ -249,8 +250,8 @@ class Judge(CallingReward):
 
 def word_of(text: str, words: Sequence[str]) -> str | None:
     """Return which of ``words`` a text begins or ends with; None if none of them or several do."""
-    read = re.findall(r"\w+", text.lower())
-    found = [word for word in words if word.lower() in (*read[:1], *read[-1:])]
+    pattern = r"(?i)\A\W*{0}(?!\w)|(?<!\w){0}\W*\Z"  # vowel signs of Hindi, Thai or Arabic are no \w
+    found = [word for word in words if re.search(pattern.format(re.escape(word)), text)]
     return found[0] if len(found) == 1 else None
 
 
