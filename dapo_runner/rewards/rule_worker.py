@@ -25,9 +25,10 @@ SHOWN = 200  # characters of an extracted answer in a verdict
 ANSWER_WINDOW = 10_000  # characters at the end of a response that `reasoning_gym` reads
 ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+ASCII = {0xFEE0 + n: n for n in range(33, 127)} | dict.fromkeys(map(ord, "−﹣"), "-")  # by full-width character
 # What may begin a number in groups of three digits: no index, exponent or argument. `(1,\!200)` may be two numbers.
 START = r"(?<![\w.^}])(?<!(?:frac|sqrt) )(?:(?<![(\[,!])(?<!\\\{)|(?=\d+\\))[1-9]\d{0,2}"
-GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ])\d{{3}})+(?!\d)")
+GROUPED = re.compile(rf"(?a){START}(?:(?:\{{,\}}|,\\!|\\[,;:! ]|[\xa0\u2009\u202f’])\d{{3}})+(?!\d)")
 # Numbers, single letters and commands: math_verify would read the first number. But no number with a unit.
 UNIT = r"(?!-?[\d.,]+ [A-Zm](?:\^\d)?\Z)"
 BARE = re.compile(UNIT + r"(?:[\d\s+*/^_=<>!|.,;:()[\]{}'π-]|(?i:(?<![a-z])[a-z](?![a-z])|\\(?:[a-z]++|[,!:; {}])))++")
@@ -88,8 +89,9 @@ def judge_math(text: str, answer: str, values: Any = None) -> dict[str, Any]:
 
 
 def plain_numbers(text: str) -> str:
-    r"""Write all minus signs as `-`, and `1{,}234`, `1,\!234` and `1\,234` as `1234`."""
-    return GROUPED.sub(lambda found: re.sub("[^0-9]", "", found[0]), re.sub("[−﹣－]", "-", text))
+    r"""Write full width in ASCII, all minus signs as `-`, and `1{,}234`, `1,\!234` and `1\,234` as `1234`."""
+    text = re.sub("，(?=[0-9])", ", ", text).translate(ASCII)  # in Chinese, 18，200 are two numbers
+    return GROUPED.sub(lambda found: re.sub("[^0-9]", "", found[0]), text)
 
 
 def judge_json(text: str, answer: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import re
 import unicodedata
 
-from dapo_runner.rewards.rule_worker import ANSWER_LINE, SHOWN, plain_numbers
+from dapo_runner.rewards.rule_worker import ANSWER_LINE, ASCII, SHOWN, plain_numbers
 from dapo_runner.types import Verdict
 
 ANSWER_WINDOW = 300  # characters; the longest answer of MATH-500 has 159
@@ -155,36 +155,33 @@ def _compare_numbers(found: str, answer: str, rule: str) -> Verdict:
 # Letters and texts
 
 _MARKED_LINE = re.compile(r"(?i)Answer\*{0,2}\s*:\s*([^\n]+)")
-_EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’"
+_EDGES = " \t\n.,;:!?\"'`*()[]{}“”‘’„«»‹›。、「」『』《》〈〉【】،؛؟।¿¡\u200e\u200f"
 # All repetitions are bounded, because a policy writes the text. After a line break, `A train …` begins a sentence.
 _SAID = re.compile(
     r"(?i:answer)\*{0,2}[ \t]{0,3}(?:(?i:is)|(?i:is[ \t]{0,3})?:(?:[\s*]{0,3}\n(?!\W{0,9}[A-Z] \w)\s{0,3})?)"
     r"[ \t*$(\[\"'`\\]{0,6}(?:(?i:option|choice)[ \t]{1,3}[*$(\[\"'`\\]{0,3})?"
-    r"(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9])"
+    r"(?:\\(?:text\w{0,2}|mathrm|boxed)\{[ \t*(\[]{0,3}){0,2}([A-Z])(?![A-Za-z0-9À-ɏ\u0300-\u036fḀ-ỿ])"
 )
 _BOXED = re.compile(r"\\boxed\{[ \t]{0,3}(?:\\text\w{0,2}\{)?[*(\[]{0,3}([A-Z])(?:[.):\]*][^{}]{0,90})?\}")
-_ALONE = re.compile(r"[*(\[]{0,3}([A-Z])(?:[.):\]*]|$)")
+_ALONE = re.compile(r"\A[*(\[]{0,3}([A-Z])(?:[.):\]*。、]|$)")
 
 
 def choice_rule(text: str, answer: str) -> Verdict:
     r"""Compare the letter of the last `Answer: X` or "answer is X", else of the last `\boxed{X}`, else a first letter
     of the response that is alone (`B`, `(B)`, `B. …`).
     """
-    truth, alone = (_ALONE.match(each.strip()) for each in (answer, text[:TEXT_WINDOW]))
-    if found := _SAID.findall(text[-TEXT_WINDOW:]):
-        rule = "answer-line"
-    elif found := _BOXED.findall(text[-BOXED_WINDOW:]):
-        rule = "boxed"
-    elif alone is not None:
-        found, rule = [alone[1]], "letter"
-    else:
-        return NO_ANSWER
-    return Verdict(truth is not None and found[-1] == truth[1], found[-1], rule)
+    text, answer = text.translate(ASCII), answer.translate(ASCII)
+    said, boxed = _SAID.findall(text[-TEXT_WINDOW:]), _BOXED.findall(text[-BOXED_WINDOW:])
+    alone, truth = (_ALONE.findall(each.strip()) for each in (text[:TEXT_WINDOW], answer))
+    for rule, found in (("answer-line", said), ("boxed", boxed), ("letter", alone)):
+        if found:
+            return Verdict(found[-1:] == truth, found[-1], rule)
+    return NO_ANSWER
 
 
 def exact_rule(text: str, answer: str) -> Verdict:
     """Compare the last `Answer: …` line, else the whole response, without case, white space and outer punctuation."""
-    tail = text[-TEXT_WINDOW:]
+    tail = unicodedata.normalize("NFKC", text[-TEXT_WINDOW:])
     lines = _MARKED_LINE.findall(tail)
     extracted, rule = (_plain(lines[-1]), "answer-line") if lines else (_plain(tail), "whole")
     answers = map(_plain, forms_of(answer, len(answer)))  # each text of a list is one
