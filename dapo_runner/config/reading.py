@@ -90,8 +90,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """Return the sections of a YAML file, not validated. Raises ConfigError."""
-    path = Path(path)
-    if not path.is_file():
+    if not (path := Path(path)).is_file():
         raise ConfigError(f"{path}: expected a YAML file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}  # a safe loader
@@ -138,6 +137,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
             raise ConfigError(f"{item}: expected key=value, e.g. optimizer.lr=1e-5")
         try:
             value = yaml.load(text, _Loader)  # a safe loader
+            if isinstance(value, Unquoted | None) and " #" in f" {text}":
+                raise ValueError("' #' begins a comment. Quote the text twice: key='\"a #b\"'")
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{key}: expected a YAML value, got {text!r}: {error}") from error
         set_key(merged, key, value)

@@ -173,8 +173,7 @@ def set_key(raw: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     node = raw
     for parent in parents:
-        node[parent] = node.get(parent) or {}
-        node = node[parent]
+        node[parent] = node = node.get(parent) or {}
         if not isinstance(node, dict):
             raise ConfigError(f"{dotted}: expected {parent} to be a section, got a value")
     node[last] = value

@@ -76,6 +76,8 @@ def test_overrides_are_yaml_and_leave_their_input_alone() -> None:
     merged = apply_overrides(raw, ["a.b=null", "a.d.e=[1, x]", "f=a=b"])
     assert merged == {"a": {"b": None, "c": 2, "d": {"e": ["1", "x"]}}, "f": "a=b"}
     assert raw == {"a": {"b": 1, "c": 2}}
+    quoted = apply_overrides({}, ["a='x #1'", 'b="#2" # two', "c=x#3", "d=[1] # one", "e="])
+    assert quoted == {"a": "x #1", "b": "#2", "c": "x#3", "d": ["1"], "e": None}
     for override in (["optimizer.lr=1e-4"], ["--optimizer.lr=1e-4"], ["--optimizer.lr", "1e-4"]):
         assert parse(apply_overrides(yaml.safe_load(MINIMAL), override), Config).optimizer.lr == 1e-4
 
@@ -398,6 +400,8 @@ REFUSED = [
     ("run.name=[1", "run.name"),
     ("run.name=!!int x", "run.name"),
     (f"run.name={'[' * 9999}", "run.name"),
+    ("run.name=exp #2", "run.name", "'exp #2'", "comment"),
+    ("run.name=#2", "run.name", "'#2'", "comment"),
     ("run.name=..", "run.name", "'..'"),
     ("run.name=a/.", "run.name", "not . or .."),
     ("run.name=''", "run.name", "not . or .."),
