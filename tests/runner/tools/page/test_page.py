@@ -460,6 +460,15 @@ def test_hostile_text_is_text_and_its_tokens_tell_their_values(report: Any) -> N
     assert prompt == "\\u202e\\ud800 & <i>"
 
 
+def test_hebrew_is_read_from_the_right_token_by_token(report: Any) -> None:
+    columns(report)
+    pieces = "['של', 'ום', '.'].map((text) => make('span', 'token', text))"
+    report.evaluate(f"document.querySelector('.response').replaceChildren(...{pieces})")
+    lefts = [token.bounding_box()["x"] for token in report.query_selector_all(".response >> nth=0 >> .token")]
+    assert lefts == sorted(lefts, reverse=True)
+    assert len(lefts) == 3
+
+
 def test_colours_follow_the_value_that_was_chosen(report: Any) -> None:
     """Red, green, blue and how much of them, behind each token of the first response."""
     blue, orange, pink, sky = "0, 114, 178", "213, 94, 0", "204, 121, 167", "86, 180, 233"
