@@ -142,8 +142,8 @@ command("doctor", "show what is installed, what is missing and how to install it
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
-        sys.stdout.reconfigure(errors="replace")  # not every locale has an arrow
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every locale has an arrow, and none a name that is no text
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -76,7 +77,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     saved = load_step(options.run, options.step, what, options.group)
     if options.json:
-        print(to_jsonl(saved.groups).decode(), end="")
+        sys.stdout.buffer.write(to_jsonl(saved.groups))  # in UTF-8, whatever the locale
     elif options.group is not None:
         console.print(render_group(saved.groups[0], saved), soft_wrap=not console.is_terminal)
     else:

@@ -54,14 +54,12 @@ def print_rows(rows: Mapping[str, str]) -> None:
 def print_evaluations(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
     """Print a table of metrics with one column per evaluation; nothing without an evaluation."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if not columns:
         return
     print(title)  # not as the table's title, which is truncated to its width
-    table = Table("")
-    for heading in columns:
-        table.add_column(heading, justify="right")
+    table = Table("", *(Column(heading, justify="right") for heading in columns))
     for key in dict.fromkeys(key for column in columns.values() for key in column):
         if key.startswith("eval/"):
             shown = (_figure(key, column[key]) if key in column else "" for column in columns.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dapo_runner.errors import ConfigError, did_you_mean
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.name is not None:
-        print(find_recipe(options.name, known=recipes() | studies()).read_text(encoding="utf-8"), end="")
+        sys.stdout.buffer.write(find_recipe(options.name, known=recipes() | studies()).read_bytes())
         return 0
     for name, path in (recipes() | studies()).items():
         sentence = re.split(r"\.\s|\n[^#]", path.read_text("utf-8").removeprefix("# "), maxsplit=1)[0]

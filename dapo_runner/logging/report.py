@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -23,8 +24,8 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     if not (points := read_curves(run)):
         raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")
     out = out or run / REPORT_FILE
-    figure = draw(points, title=run.absolute().name)
-    with out.open("wb") as file:
+    figure = draw(points, title=run.absolute().name.encode(errors="replace").decode())
+    with out.open("wb") as file, warnings.catch_warnings(action="ignore", category=UserWarning):  # of missing glyphs
         figure.savefig(file, format=out.suffix[1:])
     return out
 
@@ -35,7 +36,7 @@ def draw(points: Points, title: str) -> Figure:
     panels = [p for p in panels_of(points) if not (p.from_zero and {c.key for c in p.curves} & points.keys() <= zero)]
     rows = max(1, -(-len(panels) // COLUMNS))
     figure = Figure(figsize=(4.3 * COLUMNS, 2.9 * rows), dpi=130, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(title, parse_math=False, fontsize=13, fontweight="bold")
     steps = [step for curve in points.values() for step in curve[0]]
     margin = max(0.5, 0.03 * (max(steps) - min(steps)))
     cells = figure.subplots(rows, COLUMNS, squeeze=False).flat

@@ -55,8 +55,7 @@ class RolloutLog:
         """Save the responses of a step. ``sequences`` are the training records of all samples in order, or None for an
         evaluation. ``values`` are those of their tokens, by index of the sequence.
         """
-        kept = groups[: self.config.groups]
-        if not kept:
+        if not (kept := groups[: self.config.groups]):
             return
         data = io.BytesIO()
         # No time stamp: the same run must write the same bytes.

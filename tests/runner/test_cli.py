@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
 import importlib.util
 import io
@@ -29,6 +30,8 @@ from dapo_runner.cli import main
 from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepAbandonedError
+from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
+from dapo_runner.logging.rollout_log import ROLLOUTS
 from dapo_runner.loop import train
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.calls import RewardError
@@ -225,6 +228,28 @@ def test_a_locale_without_an_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("triton", "missing", "pip install triton")])
     assert main(["doctor"]) == 0
     assert b"? pip install triton" in written.getvalue()
+
+
+def test_a_file_is_printed_as_it_is_and_a_name_that_is_no_text_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ROLLOUTS).mkdir()
+    rows = b'{"step": 1, "groups": 1}\n{"text": "\xe5\x8c\x97 \\ud800"}\n'
+    (tmp_path / ROLLOUTS / "step_000001.jsonl.gz").write_bytes(gzip.compress(rows))
+    recipe = ROOT / "recipes" / "studies" / "search-weak.yaml"
+
+    def printed(encoding: str, *arguments: object) -> bytes:
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+        assert main([str(argument) for argument in arguments]) == 0
+        return written.getvalue()
+
+    for encoding in ("latin-1", "gbk", "utf-8"):
+        assert printed(encoding, "show", tmp_path, "--step", 1, "--json") == rows.splitlines(keepends=True)[1]
+        assert printed(encoding, "recipes", "studies/search-weak") == recipe.read_bytes()
+    log = MetricsLog(tmp_path / "r\udcff" / METRICS_FILE)
+    log.write(1, "train", {"train/loss": 0.5})
+    assert b"r?" in printed("utf-8", "report", tmp_path / "r\udcff")
 
 
 def test_doctor_shows_for_which_vocabulary_the_backend_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,6 +371,9 @@ def test_a_picture_of_a_folder_has_the_time_of_each_step_in_full(
         with pytest.raises(IsADirectoryError, match=REPORT_FILE):  # one line of `dapo report`
             write_report(tmp_path)
     assert titles == [tmp_path.name]
+    for name in ("x$^$", "日本語 🙂", "r\udcff"):  # no formula, no letter that the font has, no text
+        MetricsLog(tmp_path / name / METRICS_FILE).write(1, "train", {"train/loss": 0.5})
+        assert write_report(tmp_path / name).stat().st_size > 10_000
     append_jsonl(tmp_path / METRICS_FILE, [{"kind": "step", "train/loss": 0.5}])
     with pytest.raises(ConfigError, match=f"{METRICS_FILE}:2: expected a JSON object"):
         write_report(tmp_path)
