@@ -31,6 +31,7 @@ ELSEWHERE = {  # the names of settings in TRL and verl
     "run.steps": ("max_steps", "num_train_epochs", "epochs", "total_epochs", "total_training_steps"),
     "sampler.prompts_per_step": ("batch_size", "train_batch_size"),
 }
+QUOTE = "Quote a text twice: key='\"a: #b\"'"
 C = TypeVar("C", bound=Section)
 
 
@@ -138,9 +139,9 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         try:
             value = yaml.load(text, _Loader)  # a safe loader
             if isinstance(value, Unquoted | None) and " #" in f" {text}":
-                raise ValueError("' #' begins a comment. Quote the text twice: key='\"a #b\"'")
+                raise ValueError("' #' begins a comment")
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{key}: expected a YAML value, got {text!r}: {error}") from error
+            raise ConfigError(f"{key}: expected a YAML value, got {text!r}: {error}. {QUOTE}") from error
         set_key(merged, key, value)
     return merged
 
@@ -161,7 +162,8 @@ def _explain(item: Any, kind: type[Section]) -> str:
         return f"{key}: expected a value, got nothing"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    return f"{key}: expected {item['msg'].removeprefix('Input should be ')}, got {item['input']!r}"
+    hint = f". {QUOTE}" if item["type"] == "string_type" and isinstance(item["input"], dict) else ""
+    return f"{key}: expected {item['msg'].removeprefix('Input should be ')}, got {item['input']!r}{hint}"
 
 
 def _known_keys(section: tuple[str, ...], node: type[Section]) -> list[str]:

@@ -402,6 +402,8 @@ REFUSED = [
     (f"run.name={'[' * 9999}", "run.name"),
     ("run.name=exp #2", "run.name", "'exp #2'", "comment"),
     ("run.name=#2", "run.name", "'#2'", "comment"),
+    ("data.template=Sort: {question}", "data.template", "Quote a text twice"),
+    ("data.template={question}=", "data.template", "Quote a text twice"),
     ("run.name=..", "run.name", "'..'"),
     ("run.name=a/.", "run.name", "not . or .."),
     ("run.name=''", "run.name", "not . or .."),
