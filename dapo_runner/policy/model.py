@@ -154,9 +154,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_model(
-    path: str | Path, config: ModelConfig, device: torch.device, attention: str, dtype: torch.dtype | None = None
+    path: str | Path,
+    config: ModelConfig,
+    device: torch.device,
+    attention: str,
+    dtype: torch.dtype | None = None,
+    *,
+    needs_head: bool = True,
 ) -> Any:
-    """Load a causal language model of transformers in eval mode from safetensors. Raises ConfigError.
+    """Load a causal language model of transformers in eval mode from safetensors. Raises ConfigError, also for weights
+    that the files lack, which transformers draws at random, unless they are a head that is not needed.
 
     Code in the model's folder runs only with `model.trust_remote_code`. On the meta device no weights are read. The
     default of ``dtype`` is `model.dtype`.
@@ -176,7 +183,12 @@ def load_model(
             with suppress(OSError):  # it is optional; keep it, because checkpoints include it
                 model.generation_config = GenerationConfig.from_pretrained(path)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, **options, **trust)
+            options |= {"use_safetensors": True, "output_loading_info": True}
+            model, found = AutoModelForCausalLM.from_pretrained(path, **options, **trust)
+            head = () if needs_head else [id(parameter) for parameter in model.get_output_embeddings().parameters()]
+            weights = model.state_dict(keep_vars=True)
+            if lost := [name for name in found["missing_keys"] if id(weights.get(name)) not in head]:
+                raise ValueError(f"its files lack {len(lost)} weights, such as {min(lost)}")
     return _in_own_memory(model.to(device)).eval()
 
 
@@ -263,7 +275,8 @@ def _build(
     path: str | Path, config: ModelConfig, device: torch.device, seed: int, dtype: torch.dtype, role: Role
 ) -> Any:
     """Load a model, add adapters and a value head, and set which weights train."""
-    model = load_model(path, config, device, register_packed_attention(), dtype)
+    needs_head = role != "critic"
+    model = load_model(path, config, device, register_packed_attention(), dtype, needs_head=needs_head)
     if role != "reference" and model.can_generate():  # transformers saves none with an invalid generation config
         with loading("model.path", "a model", path):
             try:

@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import CPU, assert_same_gradients, learner_of, update
 from refusals import refused
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -447,6 +449,19 @@ def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_fo
     with refused("model.path", parts=[str(folder)]) as caught:
         reads[name]()
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_the_files_lack_are_not_drawn_at_random(model_folder: Path, tmp_path: Path) -> None:
+    """Such as those of torch.compile's names, or the head of a classifier, which a critic does not need."""
+    model = ModelConfig(path="x", dtype="float32")
+    weights = load_file(model_folder / "model.safetensors")
+    head = {name: tensor for name, tensor in weights.items() if not name.startswith("lm_head")}
+    for number, kept in enumerate(({f"_orig_mod.{name}": tensor for name, tensor in weights.items()}, head)):
+        folder = shutil.copytree(model_folder, tmp_path / f"model{number}")
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        for role in ("policy", "reference", "critic"):
+            with nullcontext() if role == "critic" and kept is head else refused("model.path", parts=["files lack"]):
+                load_policy(folder, model, CPU, role=role)  # type: ignore[arg-type]
 
 
 def test_a_response_is_decoded_as_it_was_sampled(tmp_path: Path) -> None:
