@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from dapo_runner.config.rollout import CurriculumConfig, SamplerConfig
@@ -51,11 +52,15 @@ class ByColumn(Curriculum):
         self.config = config
         self.difficulty = {prompt.id: _number(prompt, column) for prompt in prompts}
         self.ordered = sorted(self.difficulty.values())
+        self.limit = lru_cache(1)(self._limit)  # a step may pass many prompts
 
     def admits(self, prompt: Prompt, step: int, epoch: int) -> bool:
+        return self.difficulty[prompt.id] <= self.limit(step)
+
+    def _limit(self, step: int) -> float:
         start = Fraction(str(self.config.start))  # exact: in floats 0.55 of 100 is 55.000000000000007
         share = min(Fraction(1), start + (1 - start) * Fraction(step - 1, self.config.steps))
-        return self.difficulty[prompt.id] <= self.ordered[math.ceil(share * len(self.ordered)) - 1]
+        return self.ordered[math.ceil(share * len(self.ordered)) - 1]
 
 
 def _number(prompt: Prompt, column: str) -> float:

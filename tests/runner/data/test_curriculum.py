@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +44,20 @@ def test_by_column_the_easiest_come_first_in_the_order_of_the_seed() -> None:
         assert names(walk.take(n, step)) == [name for name in names(cursor().take(8)) if int(name) < n]
     tied = [replace(prompt, row={"level": "2" if prompt.id in "01" else "5"}) for prompt in PROMPTS]
     assert set(names(cursor(tied, column="level", start=0.125).take(6))) == {"0", "1"}
+
+
+def test_the_limit_of_a_step_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Fraction] = []
+
+    def counted(share: Fraction) -> int:
+        computed.append(share)
+        return math.ceil(share)
+
+    monkeypatch.setattr("dapo_runner.data.curriculum.math", SimpleNamespace(ceil=counted, isfinite=math.isfinite))
+    walk = cursor(column="difficulty", start=0.25, steps=3)
+    for step in (1, 2):
+        walk.take(6, step)
+    assert computed == [2, 4]  # prompts in play
 
 
 @pytest.mark.parametrize("value", [None, "hard", float("nan"), [1]])
