@@ -23,6 +23,7 @@ from dapo_runner.rewards.scoring import reads_answers
 from dapo_runner.types import GenerateGroups, Group, Prompt, make_requests
 
 SOURCE_FIGURES = ("reward", "problems")  # per data source, beside avg@k and cons@k
+MOST_SOURCES = 20  # whose metrics are logged
 
 
 class EvaluationError(RunError):
@@ -48,8 +49,8 @@ def evaluate(
 
 
 def evaluation_metrics(groups: Sequence[Group], k: int, reads_answers: bool = True) -> dict[str, float]:
-    """Return the metrics of all problems. With several evaluation sets also `SET/metric` of each. With several data
-    sources also some of them as `SOURCE/metric` or `SET/SOURCE/metric`.
+    """Return the metrics of all problems. With several evaluation sets also `SET/metric` of each. With 2 to 20 data
+    sources also some of them as `SOURCE/metric` or `SET/SOURCE/metric`; with more, `sources` is their number.
 
     ``reads_answers`` is False for a reward that may judge a response without extracting an answer.
     """
@@ -59,7 +60,8 @@ def evaluation_metrics(groups: Sequence[Group], k: int, reads_answers: bool = Tr
         if name:
             figures |= {f"{area}{key}": value for key, value in _figures(in_set, k, reads_answers).items()}
         sources = sorted({group.prompt.source for group in in_set})
-        for source in sources if len(sources) > 1 else []:
+        figures |= {f"{area}sources": float(len(sources))} if len(sources) > MOST_SOURCES else {}
+        for source in sources if 1 < len(sources) <= MOST_SOURCES else []:
             by_source = _figures([group for group in in_set if group.prompt.source == source], k, reads_answers)
             shown = [key for key in by_source if key in SOURCE_FIGURES or key.startswith(("avg@", "cons@"))]
             figures |= {f"{area}{source or 'no source'}/{key}": by_source[key] for key in shown}

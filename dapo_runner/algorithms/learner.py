@@ -189,8 +189,7 @@ class Learner:
 
     @torch.no_grad()
     def _token_stats(self, policy: Policy, batch: PackedBatch, *, entropy: bool = False) -> TokenStats:
-        temperature = self.config.rollout.temperature
-        return policy.run(lambda: token_stats(policy, batch, temperature, entropy=entropy))
+        return policy.run(lambda: token_stats(policy, batch, self.config.rollout.temperature, entropy=entropy))
 
     def update(self, mini: MiniBatch, step: int) -> dict[str, float]:
         """Take one optimizer step and return its metrics. Raises NonFiniteUpdateError.

@@ -73,7 +73,8 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.step is None and (options.group is not None or options.json):
         raise ConfigError("--group, --json: requires --step. Add it.")
     if options.step is None:
-        console.print("steps:", *find_steps(options.run, what))
+        steps = list(find_steps(options.run, what))
+        console.print("steps:", *(steps if len(steps) <= 100 else (len(steps), "from", steps[0], "to", steps[-1])))
         return 0
     saved = load_step(options.run, options.step, what, options.group)
     if options.json:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -65,16 +66,13 @@ class ByColumn(Curriculum):
 
 def _number(prompt: Prompt, column: str) -> float:
     value = prompt.row.get(column)
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(
-            f"sampler.curriculum.column: expected a number in the column {column!r} of every training row, got "
-            f"{value!r} in the row of {prompt.text[:80]!r}"
-        )
-    return number
+    with suppress(TypeError, ValueError):
+        if math.isfinite(number := float(value)):  # type: ignore[arg-type]
+            return number
+    raise ConfigError(
+        f"sampler.curriculum.column: expected a number in the column {column!r} of every training row, got "
+        f"{value!r} in the row of {prompt.text[:80]!r}"
+    )
 
 
 class ByLatestGroup(Curriculum):

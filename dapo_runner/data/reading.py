@@ -249,6 +249,5 @@ def _letter(choices: list[tuple[str, str, Any]], answer: Any) -> str:
     """Return the letter of the choice that ``answer`` names by label, letter or text, in this order."""
     found = [choice[0] for part in (2, 0, 1) for choice in choices if choice[part] == answer]
     if not found:
-        what = "the row has no answer: leave it out" if answer in (None, "") else f"{answer!r} is none of the choices"
-        raise ValueError(what)
+        raise ValueError("the row has no answer: leave it out" if answer in (None, "") else f"{answer!r} is no choice")
     return found[0]

@@ -154,14 +154,10 @@ class ServerEngine(RolloutEngine):
         among the ranks. A server that fails is excluded. If none answers, returns the result of ``generate``.
         """
         bodies = self._bodies(requests, None)
-
-        def ask_all() -> dict[str, Groups]:
-            return self._run(self._ask_each(bodies)) or {"": self.generate(requests)}
-
         ready = self.pool.ready
         for server in ready:  # one that fails from here on becomes unprobed again
             server.is_unprobed = False
-        found = world.broadcast_from_rank0(ask_all)
+        found = world.broadcast_from_rank0(lambda: self._run(self._ask_each(bodies)) or {"": self.generate(requests)})
         for server in ready:
             server.is_unprobed |= server.url not in found
         named: list[tuple[str | None, Groups]] = [(url and f" of {url}", answers) for url, answers in found.items()]

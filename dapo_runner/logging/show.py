@@ -38,7 +38,7 @@ def load_step(run: Path, step: int, what: str = ROLLOUTS, number: int | None = N
     steps = find_steps(run, what)
     if step not in steps:
         among = f"one of {len(steps)} steps from {min(steps)} to {max(steps)}"
-        raise ConfigError(f"--step: expected {among}, got {step}. `dapo show {run}` lists them, --eval evaluations.")
+        raise ConfigError(f"--step: expected {among} in {run / what}, got {step}. --eval shows evaluations.")
     saved = read_step(steps[step])
     if number is None:
         return saved

@@ -91,6 +91,7 @@ def _memory(config: Config) -> dict[str, str]:
     paths = [path for _, path in loaded_models(config)]
     lora, peaks, total = config.model.lora, memory.phase_estimate(config, estimate), sum(estimate.values())
     trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
+    one, kept = sum(memory.checkpoint_parts(config, shape)), config.run.keep + 1
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",
         "memory": f"about {gib(total)} per GPU" if peaks else spell_host(total),
@@ -99,6 +100,7 @@ def _memory(config: Config) -> dict[str, str]:
         **{f"80 GB, {phase}": f"{gib(n)}: {_FITS[n <= GPU_MEMORY]}" for phase, n in peaks.items()},
         **({"machine's memory": spell_host(sum(host.values()))} if host else {}),
         **{f"  {what}": gib(size) for what, size in host.items()},
+        "disk": f"about {gib(one)} for a checkpoint, {gib(kept * one)} for {kept} (run.keep + 1)",
     }
 
 

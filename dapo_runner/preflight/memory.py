@@ -148,10 +148,20 @@ def host_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     if engine_class(config).takes_adapters(config) and config.rollout.vllm.sleep:
         terms[ASLEEP] = shape.parameters * size / config.parallel.rollout_tensor
     terms[JUDGE] = _judge(config)
-    if config.run.async_save:  # float32 weights and moments, and the model's files
-        copied = 3 * states["gradients"] + states["reference's float32 average"] + states[CRITIC]
-        terms[COPIES] = copied + shape.parameters * size / config.parallel.gpus
+    if config.run.async_save:
+        optimizer, model, _ = checkpoint_parts(config, shape)
+        terms[COPIES] = optimizer / -(-config.parallel.gpus // config.parallel.replicate) + model / config.parallel.gpus
     return {what: math.ceil(ranks * amount) for what, amount in terms.items() if amount}
+
+
+def checkpoint_parts(config: Config, shape: ModelShape) -> tuple[int, int, int]:
+    """Return the bytes of a checkpoint's optimizer/, model/ and adapter/. Nothing else in it is large."""
+    lora, size, critic = config.model.lora, BYTES[config.model.dtype], _critic_parameters(config, shape)
+    adapters = 0 if lora is None else shape.adapter_parameters(lora)
+    is_exact = config.parallel.gpus == 1 and size == FLOAT32 and lora is None  # model/ has the float32 weights
+    values = (2 if is_exact else 3) * (adapters or shape.parameters) + 3 * critic
+    values += 0 if config.loss.reference_ema is None else shape.parameters
+    return values * FLOAT32, shape.parameters * size, adapters * size
 
 
 def largest_micro_batch(config: Config) -> int:

@@ -77,7 +77,7 @@ class Simulation(NamedTuple):
     logprobs: int  # largest number of bytes while log-probs are computed
     host: int  # bytes that are offloaded to the host; by formulas: a sleeping engine, a judge, copies for checkpoints
     held: int  # bytes between updates
-    largest_parameter: int  # number of values
+    largest: int  # bytes of the largest parameter
     forward: dict[str, Traffic]
     backward: dict[str, Traffic]
 
@@ -133,7 +133,7 @@ def _simulate_update(config: Config, policy: Policy, root: Any) -> Simulation:
         host=sum(estimate.get(what, 0) for what in (memory.ASLEEP, memory.COPIES, memory.JUDGE))
         + (int(peak[host]["Total"]) if host != device and host in peak else 0),
         held=int(held[device]["Total"]),
-        largest_parameter=max(parameter.numel() for parameter in policy.model.parameters()),
+        largest=max(map(torch.numel, policy.model.parameters())) * memory.BYTES[config.model.dtype],
         forward=forward,
         backward=observer.seen,
     )

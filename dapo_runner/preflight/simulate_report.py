@@ -5,8 +5,8 @@ from __future__ import annotations
 from dapo_runner.config import Config
 from dapo_runner.preflight import memory
 from dapo_runner.preflight.dry_run import gib, spell_host
-from dapo_runner.preflight.memory import BESIDE, BYTES, ENGINE, GPU_MEMORY, JUDGE, engine_memory, model_shape
-from dapo_runner.preflight.simulate import Simulation, Traffic
+from dapo_runner.preflight.memory import BESIDE, ENGINE, GPU_MEMORY, JUDGE, engine_memory, model_shape
+from dapo_runner.preflight.simulate import Simulation
 
 
 def describe(config: Config, found: Simulation) -> dict[str, str]:
@@ -23,14 +23,14 @@ def describe(config: Config, found: Simulation) -> dict[str, str]:
         **{f"  {what}": gib(estimate[what]) for what in BESIDE if what in estimate},
         "rollout": f"{gib(phases['rollout'])}, of it {gib(found.held)} of the policy's weights and moments",
         **{f"  {what}": gib(size) for what, size in engine.items()},
-        "sync": f"{gib(phases['sync'])}, with one parameter of {gib(_largest(config, found))} whole",
+        "sync": f"{gib(phases['sync'])}, with one parameter of {gib(found.largest)} whole",
         **({"machine's memory": spell_host(found.host)} if found.host > 2**20 else {}),
         "fits": f"{gib(max(phases.values()))} of the {gib(GPU_MEMORY)} of an 80 GB GPU: {verdict}; the CUDA context, "
         "NCCL's buffers and fragmentation come on top, a few GiB",
     }
-    if config.parallel.gpus > 1:
-        rows["collectives, forward"] = _spell_traffic(found.forward)
-        rows["collectives, backward"] = _spell_traffic(found.backward)
+    for way, traffic in {"forward": found.forward, "backward": found.backward}.items():
+        if traffic:
+            rows[f"collectives, {way}"] = ", ".join(f"{n.calls} {kind} {gib(n.bytes)}" for kind, n in traffic.items())
     if config.rollout.engine_spec.reserves_memory:
         cache = int(config.rollout.vllm.gpu_memory * GPU_MEMORY) - engine[ENGINE]
         n_responses = max(0, cache) // list(engine.values())[-1]
@@ -47,7 +47,7 @@ def phase_peaks(config: Config, found: Simulation) -> dict[str, int]:
         "log-probs": found.logprobs + beside + waiting,
         "update": sum(found.peak.values()) + beside + waiting,
         "rollout": found.held + beside + estimate.get(JUDGE, 0) + generating,
-        "sync": found.held + beside + max(weights, waiting) + _largest(config, found),
+        "sync": found.held + beside + max(weights, waiting) + found.largest,
     }
 
 
@@ -59,11 +59,3 @@ def _formulas(config: Config) -> dict[str, int]:
     shape = model_shape(config.model)
     assert shape is not None  # the simulation has checked it
     return memory.memory_estimate(config, shape)
-
-
-def _largest(config: Config, found: Simulation) -> int:
-    return found.largest_parameter * BYTES[config.model.dtype]
-
-
-def _spell_traffic(part: dict[str, Traffic]) -> str:
-    return ", ".join(f"{traffic.calls} {kind} {gib(traffic.bytes)}" for kind, traffic in part.items())

@@ -194,7 +194,8 @@ class Scorer:
                 f"reward {', '.join(self.config.uses)}: expected a value for each response, got None for one to prompt "
                 f"{prompt.id}. Return a number, or add a function to reward.parts that applies to it."
             )
-        values = {label: self._value(verdict) for label, verdict in found.items()}
+        plain = {True: self.config.correct, False: self.config.incorrect}
+        values = {label: plain[one.correct] if one.value is None else one.value for label, one in found.items()}
         total = sum(self.weights[label] * value for label, value in values.items())
         return self._shaped(completion, next(iter(found.values())), total, values if self.config.parts else {})
 
@@ -210,7 +211,3 @@ class Scorer:
             trains=not (self.shaped and overlong.filter and completion.truncated),
             parts=parts,
         )
-
-    def _value(self, verdict: Verdict) -> float:
-        plain = self.config.correct if verdict.correct else self.config.incorrect
-        return plain if verdict.value is None else verdict.value

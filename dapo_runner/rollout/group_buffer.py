@@ -93,8 +93,7 @@ class GroupBuffer:
     @property
     def acceptance(self) -> float:
         """The expected share of accepted groups, in (0, 1]."""
-        prior = self.config.initial_acceptance * PRIOR_GROUPS
-        return (self._accepted + prior) / (self._tried + PRIOR_GROUPS)
+        return (self._accepted + self.config.initial_acceptance * PRIOR_GROUPS) / (self._tried + PRIOR_GROUPS)
 
     @property
     def missing(self) -> int:

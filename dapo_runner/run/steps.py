@@ -154,11 +154,10 @@ class Run(TrainingRun):
 
     def training_records(self, groups: list[Group], step: int) -> list[TrainingSequence]:
         """Return the sequences of a step on rank 0, in the order of their groups; an empty list on other ranks."""
-        advantage = self.config.advantage
         with self.clock.phase("pack"):
             if self.config.preference is not None:
                 return self.world.run_on_rank0(lambda: pair_sequences(groups, step)) or []
-            return self.world.run_on_rank0(lambda: make_sequences(groups, advantage, step)) or []
+            return self.world.run_on_rank0(lambda: make_sequences(groups, self.config.advantage, step)) or []
 
     def end_training(self, trained: TrainedStep) -> None:
         """Complete a step. From here on it can be saved, even if something after it fails."""

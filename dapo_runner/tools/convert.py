@@ -194,10 +194,11 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
     with _lock(journal, report):
         settled = _read_journal(journal, config.model_dump(mode="json", include=held))
         waiting = {key: problem for key, problem in problems.items() if key not in settled}
+        n_others = len(settled.keys() - problems.keys())
         for rows_by_key in _settle_all(waiting, config):
             append_jsonl(journal, [{"key": key, "row": row} for key, row in rows_by_key.items()])
             settled |= rows_by_key
-            report(f"{sum(key in settled for key in problems)} of {len(problems)} problems")
+            report(f"{len(settled) - n_others} of {len(problems)} problems")
         reasons = {key: settled[key]["conversion"].get("rejected", "kept") for key in problems}
         for path, is_kept in ((beside(out, "rejected"), False), (out, True)):
             chosen = (settled[key] for key, reason in reasons.items() if (reason == "kept") == is_kept)

@@ -10,11 +10,13 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from builders import file_size_limit, make_config, make_prompt, random_sequences
+from learners import learner_of
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
@@ -37,6 +39,8 @@ from dapo_runner.interrupt import StopRequest
 from dapo_runner.logging.run_log import CHECKPOINTS, log_changes
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.model import load_policy
+from dapo_runner.preflight.dry_run import gib, summarize
+from dapo_runner.preflight.memory import checkpoint_parts, model_shape
 from dapo_runner.rollout.group_buffer import GroupBuffer
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.start import find_start
@@ -103,6 +107,33 @@ def test_training_goes_on_as_if_it_had_not_stopped(model_folder: Path, tmp_path:
         assert len({found["loss_scale"] for found in expected}) > 1
     else:  # without a loss scale, which float16 then begins with its own
         load_checkpoint(checkpoint, *make_parts(checkpoint.model, "float16"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides"),
+    [
+        ("float32", {}),
+        ("bfloat16", {}),
+        ("float32", {"model": {"lora": {"rank": 16}}}),
+        ("bfloat16", {"model": {"lora": {"rank": 16}}}),
+        ("bfloat16", {"advantage": {"kind": "gae"}, "critic": {}}),
+        ("float32", {"loss": {"reference_ema": 0.9, "overrides": {"kl_coef": 0.1}}}),
+    ],
+)
+def test_its_size_is_known_before(model_folder: Path, tmp_path: Path, dtype: str, overrides: dict[str, Any]) -> None:
+    learner = learner_of(model_folder, dtype, **overrides)
+    train(learner, range(1))
+    checkpoint = save(tmp_path, 1, (learner, make_parts(model_folder)[1]))
+    sizes = dict.fromkeys(("optimizer", "model", "adapter"), 0)
+    for path in checkpoint.path.rglob("*.safetensors"):
+        with safe_open(path, "pt") as stored:
+            sizes[path.parent.name] += sum(stored.get_tensor(name).nbytes for name in stored.keys())  # noqa: SIM118
+    shape = model_shape(learner.config.model)
+    assert shape is not None
+    expected = checkpoint_parts(learner.config, shape)
+    assert expected == pytest.approx(tuple(sizes.values()), rel=0.05)
+    assert gib(sum(expected)) in (disk := summarize(learner.config)["disk"])
+    assert gib(3 * sum(expected)) in disk
 
 
 def test_a_background_save_is_of_its_step(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dapo_runner.commands.evaluate import print_response
 from dapo_runner.commands.output import print_evaluations, print_rows
-from dapo_runner.evaluate import EvaluationError, evaluate, evaluation_metrics, pass_estimate
+from dapo_runner.evaluate import MOST_SOURCES, EvaluationError, evaluate, evaluation_metrics, pass_estimate
 from dapo_runner.logging.progress import RunConsole, make_progress
 from dapo_runner.rewards.scoring import Scorer, reads_answers
 from dapo_runner.types import Group, RolloutRequest, SamplingParams, Verdict
@@ -133,6 +133,11 @@ def test_figures_of_each_set_and_source() -> None:
     unnamed = figures_of(("RW", "", "s"), ("WW", "", ""))
     assert (unnamed["s/avg@2"], unnamed["no source/avg@2"]) == (0.5, 0.0)
     assert not any("/" in key for key in figures_of(("RW", "", "s")))
+    rows = [("RW", "one", str(n)) for n in range(MOST_SOURCES + 1)]
+    few, many = figures_of(*rows[1:]), figures_of(*rows)  # as many as problems: their address, or an id
+    assert sum(key.startswith("one/") and key.endswith("/avg@2") for key in few) == 1 + MOST_SOURCES
+    assert (many.keys() - figures_of(*rows[:1]).keys(), "one/sources" in few) == ({"one/sources"}, False)
+    assert many["one/sources"] == MOST_SOURCES + 1
 
 
 def test_a_part_of_the_reward_is_averaged_over_the_samples_that_have_it() -> None:

@@ -158,7 +158,7 @@ def test_a_judge_and_copies_for_checkpoints_take_memory() -> None:
     judge = ["reward.kind=judge", "reward.judge.model=Qwen/Qwen2.5-32B"]
     config, judged = load_config(LORA, judge), model_shape(ModelConfig(path="Qwen/Qwen2.5-32B"))
     assert judged is not None
-    found = Simulation(20480, {"all of it": 2**34}, 0, 0, 2**34, 151936 * 4096, {}, {})
+    found = Simulation(20480, {"all of it": 2**34}, 0, 0, 2**34, 2 * 151936 * 4096, {}, {})
     before, after = phase_peaks(load_config(LORA), found), phase_peaks(config, found)
     more = {phase: after[phase] - before[phase] for phase in before}
     assert more == dict.fromkeys(before, 0) | {"rollout": 2 * judged.parameters}
@@ -237,7 +237,7 @@ def test_a_pretended_rank_is_a_real_one(tmp_path: Path, model_folder: Path) -> N
 def test_a_recipe_that_does_not_fit() -> None:
     config = load_config(SEVEN, ["rollout.vllm.gpu_memory=0.9"])
     held, peak = 11 * 2**30, {"all of it": 22 * 2**30}
-    found = Simulation(10240, peak, 0, 0, held, 152064 * 3584, {}, {})
+    found = Simulation(10240, peak, 0, 0, held, 2 * 152064 * 3584, {}, {})
     assert phase_peaks(config, found)["rollout"] == held + int(0.9 * GPU_MEMORY) > GPU_MEMORY
     assert not fits(config, found)
     awake = load_config(SEVEN, ["rollout.vllm.sleep=false"])

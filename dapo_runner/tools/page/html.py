@@ -40,7 +40,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None, max_mb: float = 50
     data = contents(runs)
     for run, shown in zip(runs, data["runs"], strict=True):
         steps = saved_steps(run / ROLLOUTS)
-        chosen = spread_steps({step: path.stat().st_size for step, path in steps.items()}, max_mb * 1e6 / len(runs))
+        chosen = spread_steps({step: path.stat().st_size for step, path in steps.items()}, max_mb * 0.75e6 / len(runs))
         shown["rollouts"] = {step: base64.b64encode(steps[step].read_bytes()).decode() for step in chosen}
         shown |= {"steps": chosen, "saved": len(steps)}
     out = out or runs[0] / HTML_FILE

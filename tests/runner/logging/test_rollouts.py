@@ -198,6 +198,15 @@ def test_what_is_saved_is_shown(run: Path, arguments: str, dapo: Dapo) -> None:
     assert "first" not in out or arguments == "--step 3"
 
 
+def test_many_steps_are_counted(tmp_path: Path, dapo: Dapo) -> None:
+    (tmp_path / ROLLOUTS).mkdir()
+    for step in range(7, 107):
+        (tmp_path / ROLLOUTS / f"step_{step:06d}.jsonl.gz").touch()
+    assert dapo("show", tmp_path).split()[1:] == list(map(str, range(7, 107)))
+    (tmp_path / ROLLOUTS / "step_020000.jsonl.gz").touch()
+    assert re.findall(r"\d+", dapo("show", tmp_path)) == ["101", "7", "20000"]
+
+
 def test_segments_and_turns_are_shown_with_their_values(tmp_path: Path, dapo: Dapo) -> None:
     segments = (Segment(3, 0.25, 0.75, 0.5), Segment(1, 0.75, 0.75, 0.0, trains=False))
     sample = replace(make_sample(True), segments=segments)
