@@ -102,6 +102,7 @@ def test_the_rows_of_one_gpu() -> None:
         "float32 masters": 2 * weights,
         "gradients": 2 * weights,
         "AdamW moments": 4 * weights,
+        "disk": 7 * weights,  # in float32 weights and two moments, and the model in bfloat16
     }
     summary = summarize(load_config(ONE_GPU))
     assert gib_of(load_config(ONE_GPU)) == pytest.approx(expected, abs=0.006)
