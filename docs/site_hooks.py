@@ -30,4 +30,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return words if words.strip("`").endswith(path) else f"{words} (`{path}`)"
 
     markdown = re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)", path_for_link, markdown)
-    return re.sub(r"\[([^\]]+)\]\((cluster/[^)]+)\)", r"\1", markdown)
+    return re.sub(r"\[([^\]]+)\]\(((?:cluster|models)/[^)]+)\)", r"\1", markdown)

@@ -54,7 +54,8 @@ class Learner:
         """Make a policy with adapters its own reference, with the adapters switched off. Raises ConfigError."""
         key = "loss.reference" if config.distillation is None else "distillation.teacher"
         for name, other in ((key, reference), ("critic.path", critic_model)):
-            if other not in (None, policy) and other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            own, theirs = (one.tokenizer.get_vocab().items() for one in (policy, other or policy))
+            if own != theirs and not (name == "critic.path" and own <= theirs):  # a critic may have more tokens
                 raise ConfigError(f"{name}: requires a model with the policy's tokenizer, got another vocabulary")
         self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world
         self.clock = StepClock() if clock is None else clock

@@ -9,9 +9,8 @@ All other parts of an update are the same for all losses (`learner.py`). Each lo
     denominator(sequences)            the divisor of the loss of a whole mini-batch
     loss(policy, mini, batch, selection)    of one micro-batch; ``selection``, bool [T]: the tokens that train
 
-Preference pairs are made by reward: the best sample of a group is chosen over the worst, the second best over the
-second worst, and so on (RLHF Workflow, arXiv 2405.07863). Two samples with equal rewards are a tie, not a pair. Samples
-with equal rewards stay in their order.
+Preference pairs are made by reward: the best sample of a group is chosen over the worst (RLHF Workflow, arXiv
+2405.07863). Two samples with equal rewards are a tie, not a pair. Samples with equal rewards stay in their order.
 """
 
 from __future__ import annotations

@@ -36,12 +36,11 @@ RULES = ("dapo", "gsm8k", "integer", "math", "choice", "exact", "json", "code", 
 
 
 class JudgePrompt(Section):
-    template: str = JUDGE_TEMPLATE  # the judge's prompt, with {response} and {reference}
+    template: str = JUDGE_TEMPLATE  # the judge's prompt, with {response}
     answers: tuple[str, str] = ("YES", "NO")  # the words for correct and incorrect
 
     def checks(self) -> Iterator[Check]:
-        fits = "{reference}" in self.template and "{response}" in self.template
-        yield "template", fits, "a text with {reference} and {response} in it"
+        yield "template", "{response}" in self.template, "a text with {response} in it"
         words = {answer.lower() for answer in self.answers if re.fullmatch(r"\w\S*", answer)}
         yield "answers", len(words) == 2, "two different words"
 

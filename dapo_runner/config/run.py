@@ -25,7 +25,7 @@ RunName = Annotated[str, AfterValidator(_check_name)]
 class EarlyStopConfig(Section):
     """End a run by a metric of its evaluations, as logged in `metrics.jsonl`. Larger values are better."""
 
-    metric: str | None = None  # its name in metrics.jsonl without eval/; null: avg@k
+    metric: str | None = None  # its name in metrics.jsonl without eval/; null: avg@k. Graded rewards: reward
     patience: PositiveInt | None = 10  # stop after this many evaluations without a new best; null: never
     target: float | None = None  # stop once the metric reaches this value
 

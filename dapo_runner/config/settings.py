@@ -252,8 +252,12 @@ def _training(config: Config) -> Iterator[Check]:
     yield "data.reasoning_gym", fits, "tasks with reward reasoning_gym"
     gives_rewards = config.env is not None and config.env.kind is not None
     needs_answers = not gives_rewards and config.distillation is None
-    if data.columns is not None and data.columns.answer is None and needs_answers:
-        rules = set(config.reward.uses) & set(RULES)
+    has_answers = data.columns is None or data.columns.answer is not None
+    by_rubric = config.reward.judge is not None and "{reference}" not in config.reward.judge.template
+    fits = not (by_rubric and has_answers)
+    yield "reward.judge.template", fits, "a text with {reference} in it, or data.columns.answer=null"
+    if not has_answers and needs_answers:
+        rules = (set(config.reward.uses) & set(RULES)) - ({"judge"} if by_rubric else set())
         yield "data.columns.answer", not rules, f"a column, which reward {', '.join(sorted(rules))} reads"
 
 

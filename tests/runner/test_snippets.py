@@ -16,7 +16,8 @@ import torch
 import yaml
 from builders import CharTokenizer, make_completion, make_group, make_prompt, snippets_of, write_rows
 from refusals import refused
-from small import Dapo, Notes, events_of, steps_of, write_recipe
+from small import Dapo, Notes, events_of, recipe_in, steps_of, write_recipe
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.cli import main
@@ -24,6 +25,7 @@ from dapo_runner.config import AdvantageConfig, Config, flatten, load_config, pa
 from dapo_runner.config.run import EarlyStopConfig
 from dapo_runner.data.dataset import load_data
 from dapo_runner.files import read_jsonl
+from dapo_runner.logging.metrics import before_and_after
 from dapo_runner.loop import train
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Group
@@ -151,6 +153,29 @@ def test_parts_of_a_reward() -> None:
     ]
     assert [sample.base_reward for sample in group.samples] == pytest.approx([1.4, -0.9, -0.6])
     assert [sample.correct for sample in group.samples] == [True, False, False]
+
+
+def test_a_reward_model(folder: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded once, on data without answers; the rewards are its scores of the whole chat."""
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    LlamaForSequenceClassification(made).save_pretrained(folder / "models" / "reward")
+    tokenizer.save_pretrained(folder / "models" / "reward")
+    (folder / "my_reward_model.py").write_text(SNIPPETS["reward: model"])
+    monkeypatch.delitem(sys.modules, "my_reward_model", raising=False)
+    raw = recipe_in(folder, start, **yaml.safe_load(SNIPPETS["reward: model settings"]))
+    raw["data"] |= {"format": "auto", "template": "{question}", "eval_size": 2, "arithmetic": {}}
+    raw["rollout"] |= {"max_prompt_tokens": 16, "max_response_tokens": 8}
+    raw["run"] |= {"steps": 1, "eval_every": 0}
+    evaluation = before_and_after(train(parse(raw, Config)))["after (step 1)"]
+    module = sys.modules["my_reward_model"]
+    assert evaluation["eval/reward"] not in (-1, 0, 1)
+    prompt = replace(make_prompt(), messages=(("user", "1+2="),))
+    (one,) = module.score([prompt], [make_completion(text="3")], [{}])
+    inputs = module.tokenizer("1+2=3", return_tensors="pt")
+    assert one == pytest.approx(float(module.model(**inputs).logits[0, 0]), abs=1e-6)
 
 
 def test_slow_rewards_and_those_of_trl() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -13,12 +14,15 @@ import torch
 from builders import random_sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import assert_same_gradients, learner_of, update
+from learners import CPU, assert_same_gradients, config_of, learner_of, update
+from refusals import refused
 from torch import Tensor
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.algorithms.mini_batch import MiniBatch, NonFiniteUpdateError
 from dapo_runner.algorithms.returns import discounted_sums, gae, moments, whiten
+from dapo_runner.policy.model import load_policy
+from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import TrainingSequence
 
 GAE = {"advantage": {"kind": "gae", "gamma": 0.95, "lam": 0.9}, "critic": {}}
@@ -187,3 +191,16 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_the_run(model_folder:
     with pytest.raises(NonFiniteUpdateError, match=r"critic\.lr"):
         learner.update(mini, 0)
     assert torch.equal(learner.critic.model.model.value_head.weight, before)
+
+
+def test_a_critic_may_know_more_tokens_than_the_policy(model_folder: Path, tmp_path: Path) -> None:
+    """Such as a reward model's padding. A reference may not."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["[PAD]"])
+    tokenizer.save_pretrained(folder)
+    config = config_of(model_folder, **GAE)
+    policy = load_policy(model_folder, config.model, CPU)
+    Learner(policy, config, None, load_policy(folder, config.model, CPU, role="critic"))
+    with refused("loss.reference"):
+        Learner(policy, config, load_policy(folder, config.model, CPU, role="reference"))

@@ -351,6 +351,7 @@ REFUSED = [
     ("reward={kind: judge, judge: {model: m, url: x}}", "reward.judge.url", "x"),
     ("reward={kind: judge, judge: {model: m, url: 'http://me:s3cret@a/v1'}}", "reward.judge.url", "http://***@a/v1"),
     ("reward={kind: judge, judge: {model: m, template: '{response}?'}}", "reward.judge.template", "{reference}"),
+    ("reward={kind: judge, judge: {model: m, template: '{reference}?'}}", "reward.judge.template", "{response}"),
     ("reward={kind: judge, judge: {model: m, answers: ['Yes', 'yes']}}", "reward.judge.answers", "Yes"),
     (f"{SERVER} sampler.max_age=0 rollout.max_staleness=1 rollout.correction.weights=token", "sampler.max_age", "1"),
     ("optimizer.mini_batch_size=100", "optimizer.mini_batch_size", "512", "100"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from builders import make_completion, make_config, make_prompt, save_model, snippets_of
+from builders import make_completion, make_config, make_prompt, save_model, snippets_of, write_rows
 from fake_api import FakeAPI, asked, says
 from hypothesis import given
 from hypothesis import strategies as st
@@ -320,6 +320,21 @@ def test_both_words_are_tried_before_a_run(tmp_path: Path, dapo: Dapo) -> None:
     for more in (["--dry-run"], []):  # now nobody is there
         assert "127.0.0.1" in dapo.refuses("reward.judge", *command, *more)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_rubric_needs_no_reference(start: Path, tmp_path: Path, dapo: Dapo) -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        word = "NO" if "3" in asked(body, "response") else "YES"
+        return says(word, **{word: 0.9})
+
+    rows = write_rows(tmp_path / "rows.jsonl", [{"q": f"{n}+1"} for n in range(9)])
+    judge = {"template": "Polite?\n<response>{response}</response>", "shows": "response", "model": "m"}
+    command = ["train", write_recipe(tmp_path, start), "reward.kind=judge", "data.arithmetic={}", f"data.path={rows}"]
+    command += ["data.format=auto", "data.columns.prompt=q", "data.eval_size=2", "--dry-run"]
+    with FakeAPI(reply) as api:
+        command.append(f"reward.judge={json.dumps(judge | {'url': api.url})}")
+        dapo(*command, "data.columns.answer=null")
+        dapo.refuses("reward.judge.template", *command, "data.columns.answer=q")
 
 
 @pytest.mark.parametrize("engine", ["hf", "endpoint"])
