@@ -160,7 +160,8 @@ def test_names_of_the_user_are_no_markup(capsys: pytest.CaptureFixture[str]) -> 
     names = ["[/INST] x", "[a] :smile:"]
     print_evaluations("run", {"[b] before": {f"eval/{name}/avg@4": 0.5 for name in names}})
     print_rows(dict.fromkeys(names, "/data/[v1]/a[/b].jsonl"))
-    make_progress("plain", RunConsole()).evaluation(1, {"problems": 2.0, **{f"{name}/avg@4": 0.5 for name in names}})
+    figures = {"problems": 2.0, "reward": 0.0, **{f"{name}/avg@4": 0.5 for name in names}}
+    make_progress("plain", RunConsole()).evaluation(1, figures)
     out = capsys.readouterr().out
     assert [out.count(name) for name in (*names, "/data/[v1]/a[/b].jsonl", "[b] before")] == [3, 3, 2, 1]
 
