@@ -23,7 +23,7 @@ from dapo_runner.rewards.scoring import reads_answers
 from dapo_runner.types import GenerateGroups, Group, Prompt, make_requests
 
 SOURCE_FIGURES = ("reward", "problems")  # per data source, beside avg@k and cons@k
-MOST_SOURCES = 20  # whose metrics are logged
+MOST_SOURCES = 100  # whose metrics are logged
 
 
 class EvaluationError(RunError):

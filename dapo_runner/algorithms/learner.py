@@ -54,7 +54,9 @@ class Learner:
         """Make a policy with adapters its own reference, with the adapters switched off. Raises ConfigError."""
         key = "loss.reference" if config.distillation is None else "distillation.teacher"
         for name, other in ((key, reference), ("critic.path", critic_model)):
-            own, theirs = (one.tokenizer.get_vocab().items() for one in (policy, other or policy))
+            if other is None or other is policy:
+                continue
+            own, theirs = (one.tokenizer.get_vocab().items() for one in (policy, other))
             if own != theirs and not (name == "critic.path" and own <= theirs):  # a critic may have more tokens
                 raise ConfigError(f"{name}: requires a model with the policy's tokenizer, got another vocabulary")
         self.policy, self.config, self.reference, self.world = policy, config, reference, policy.world

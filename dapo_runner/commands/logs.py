@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.table import Table
 
+from dapo_runner.commands.output import print_utf8
 from dapo_runner.errors import ConfigError
 from dapo_runner.files import read_jsonl, to_jsonl
 from dapo_runner.logging.metrics import TIMINGS_FILE
@@ -78,7 +78,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     saved = load_step(options.run, options.step, what, options.group)
     if options.json:
-        sys.stdout.buffer.write(to_jsonl(saved.groups))  # in UTF-8, whatever the locale
+        print_utf8(to_jsonl(saved.groups))
     elif options.group is not None:
         console.print(render_group(saved.groups[0], saved), soft_wrap=not console.is_terminal)
     else:

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from io import TextIOWrapper
 
 INTERRUPTED = 130  # exit code
 
@@ -39,6 +40,13 @@ def quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def print_utf8(content: bytes) -> None:
+    """Print text in UTF-8, whatever the locale."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    print(content.decode(errors="replace"), end="")
 
 
 def print_rows(rows: Mapping[str, str]) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dapo_runner.commands.output import print_utf8
 from dapo_runner.errors import ConfigError, did_you_mean
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.name is not None:
-        sys.stdout.buffer.write(find_recipe(options.name, known=recipes() | studies()).read_bytes())
+        print_utf8(find_recipe(options.name, known=recipes() | studies()).read_bytes())
         return 0
     for name, path in (recipes() | studies()).items():
         sentence = re.split(r"\.\s|\n[^#]", path.read_text("utf-8").removeprefix("# "), maxsplit=1)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -138,7 +139,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
             raise ConfigError(f"{item}: expected key=value, e.g. optimizer.lr=1e-5")
         try:
             value = yaml.load(text, _Loader)  # a safe loader
-            if isinstance(value, Unquoted | None) and " #" in f" {text}":
+            is_text = isinstance(value, Unquoted | None) and isinstance(read_plain(value), str | None)
+            if is_text and re.search(r"(^|\s)#", text):
                 raise ValueError("' #' begins a comment")
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{key}: expected a YAML value, got {text!r}: {error}. {QUOTE}") from error
@@ -153,8 +155,7 @@ def _explain(item: Any, kind: type[Section]) -> str:
     if item["type"] == "extra_forbidden":
         known = _known_keys(location[:-1], kind)
         named = ELSEWHERE | {f"loss.overrides.{field}": names for field, names in FIELDS_ELSEWHERE.items()}
-        near = [place for place in every_key(kind) if location[-1] in named.get(place, ())]
-        near = near or [place for place in every_key(kind) if place.split(".")[-1] == location[-1]]
+        near = [key for key in every_key(kind) if location[-1] in (key.split(".")[-1], *named.get(key, ()))]
         near = near or difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"
@@ -162,7 +163,9 @@ def _explain(item: Any, kind: type[Section]) -> str:
         return f"{key}: expected a value, got nothing"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    hint = f". {QUOTE}" if item["type"] == "string_type" and isinstance(item["input"], dict) else ""
+    hint = (
+        ". A text with ': ' needs quotes" if item["type"] == "string_type" and isinstance(item["input"], dict) else ""
+    )
     return f"{key}: expected {item['msg'].removeprefix('Input should be ')}, got {item['input']!r}{hint}"
 
 

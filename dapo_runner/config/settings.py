@@ -254,7 +254,7 @@ def _training(config: Config) -> Iterator[Check]:
     needs_answers = not gives_rewards and config.distillation is None
     has_answers = data.columns is None or data.columns.answer is not None
     by_rubric = config.reward.judge is not None and "{reference}" not in config.reward.judge.template
-    fits = not (by_rubric and has_answers)
+    fits = not (by_rubric and has_answers and config.reward.uses == ["judge"])
     yield "reward.judge.template", fits, "a text with {reference} in it, or data.columns.answer=null"
     if not has_answers and needs_answers:
         rules = (set(config.reward.uses) & set(RULES)) - ({"judge"} if by_rubric else set())

@@ -58,9 +58,9 @@ class TurnTemplate:
     is the messages' contents alone.
     """
 
-    def __init__(self, tokenizer: Any, *, chat: bool, tools: list[Any] | None, prompt: str = "", **kwargs: Any) -> None:
-        """Take JSON schemas as ``tools``, a text of all prompts, and arguments of the template. Raises ConfigError."""
-        self.tokenizer, self.chat, self.tools, self.prompt, self.kwargs = tokenizer, chat, tools, prompt, kwargs
+    def __init__(self, tokenizer: Any, *, chat: bool, tools: Sequence[Any] | None, **kwargs: Any) -> None:
+        """Take JSON schemas as ``tools`` and other arguments of the template. Raises ConfigError if it is unfit."""
+        self.tokenizer, self.chat, self.tools, self.kwargs = tokenizer, chat, tools, kwargs
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special_ids = special_ids(tokenizer)
         # Markers of roles and tools are not always among the special ones.
@@ -107,16 +107,23 @@ class TurnTemplate:
             f"only appends: it turns {old[n : n + 40]!r} into {new[n : n + 40]!r}": not old,
             f"has messages of the role {message['role']}": message["content"] in replies[0],
             "lists tools": not self.tools or opened != self._render([question], tools=None),
-            "writes or describes calls as <tool_call>{…}</tool_call> (for another form, add a response_template to the "
-            "tokenizer; if it writes none, describe this form in data.system)": self._writes_calls(),
+            "writes calls as <tool_call>{…}</tool_call> (for another form, add a response_template to the tokenizer)": (
+                self._writes_calls()
+            ),
         }
         for requirement, is_met in requirements.items():
             if not is_met:
                 name = self.tokenizer.name_or_path
                 raise ConfigError(f"env: requires a chat template that {requirement}. Got that of {name}.")
 
+    @property
+    def shows_calls(self) -> bool:
+        """Whether a prompt shows how to call tools, as far as this template decides; True without tools."""
+        is_own = not self.chat or getattr(self.tokenizer, "response_template", None) is not None
+        return not self.tools or is_own or "<tool_call>" in self._render([{"role": "user", "content": CUT}])
+
     def _writes_calls(self) -> bool:
-        """Return whether `parse_calls` reads the calls that the template writes, or the prompt describes them."""
+        """Return whether `parse_calls` reads the calls that the template writes, if it writes any."""
         if not self.tools or getattr(self.tokenizer, "response_template", None) is not None:
             return True
         text, name, arguments = "", self.tools[0]["function"]["name"], {"text": "A call."}
@@ -129,8 +136,7 @@ class TurnTemplate:
                 break
         with suppress(ValueError):
             found = map(ToolCall.model_validate_json, parse_calls(text))
-            is_described = "A call." not in text and "<tool_call>" in self.prompt + self._render([question])
-            return is_described or [*found] == [ToolCall(name=name, arguments=arguments)]
+            return "A call." not in text or [*found] == [ToolCall(name=name, arguments=arguments)]
         return False
 
     def _render(self, turns: Sequence[dict[str, Any]], **options: Any) -> str:

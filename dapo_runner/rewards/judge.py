@@ -160,7 +160,7 @@ class Judge(CallingReward):
                     f"{self.settings.url} in reply to a first question, got {found or 'something else'} (docs/judge.md)"
                 )
             confidences.append(found)
-        if confidences[0] < 0.5 <= confidences[1]:
+        if "{reference}" in self.settings.template and confidences[0] < 0.5 <= confidences[1]:
             yes = self.settings.answers[0]
             raise ConfigError(f"reward.judge.answers: expected {yes} for a right response, got it for a wrong one only")
 

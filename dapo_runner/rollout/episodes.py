@@ -57,10 +57,15 @@ class EpisodeRunner:
         assert config.env is not None
         self.config, self.tokenizer = config.env, tokenizer
         self.make = make_environment(config.env, tokenizer, min(200, config.rollout.max_response_tokens // 4))
-        data, own = config.data, {"tools": template_arguments(config.env)["tools"]}
-        own |= {"chat": uses_chat_template(tokenizer, data), "prompt": f"{data.system}{data.prompt_template}"}
-        self.template = TurnTemplate(tokenizer, **(data.chat_template_kwargs | own))
+        tools, kwargs = template_arguments(config.env)["tools"], config.data.chat_template_kwargs
+        chat = uses_chat_template(tokenizer, config.data)
+        self.template = TurnTemplate(tokenizer, chat=chat, **(kwargs | {"tools": tools}))
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
+        if not self.template.shows_calls:
+            form = "the chat template does not show how to write <tool_call>{…}</tool_call>"
+            self.warnings.append(
+                f"env.tools: {form}. Unless prompts do, or the policy has learned it, no tool is called"
+            )
         self.n_unknown = count()  # texts that the tokenizer does not know a part of
 
     def __call__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], priority: int | None) -> Groups:

@@ -30,7 +30,8 @@ def check_frozen(config: Config, start: Path, *, is_resumed: bool) -> None:
     for key in now:
         if before.get(key, now[key]) != now[key]:
             here = f"{models[key]}, with which {config.run_dir} began"
-            raise ConfigError(f"{key}: expected the weights of {here}, got others. Restore them, or choose run.name.")
+            same = f"or delete {file} if they are the same"
+            raise ConfigError(f"{key}: expected the weights of {here}, got others. Restore them, {same}.")
     if before != now:
         atomic_write(file, json.dumps(before | now))
 
@@ -40,7 +41,7 @@ def sample_weights(path: Path) -> str | None:
     if (config := local_file(path, "config.json")) is None:
         return None
     digest, folder = hashlib.sha256(), config.parent
-    for weights in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+    for weights in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
         size = weights.stat().st_size
         digest.update(f"{weights.name} {size}".encode())
         with weights.open("rb") as file:

@@ -175,7 +175,7 @@ def test_a_reward_model(folder: Path, start: Path, monkeypatch: pytest.MonkeyPat
     prompt = replace(make_prompt(), messages=(("user", "1+2="),))
     (one,) = module.score([prompt], [make_completion(text="3")], [{}])
     inputs = module.tokenizer("1+2=3", return_tensors="pt")
-    assert one == pytest.approx(float(module.model(**inputs).logits[0, 0]), abs=1e-6)
+    assert one == pytest.approx(module.model(**inputs).logits.item(), abs=1e-6)
 
 
 def test_slow_rewards_and_those_of_trl() -> None:

@@ -289,7 +289,7 @@ def test_models_that_do_not_fit_the_policy_are_refused(model_folder: Path, teach
     for key, sections, models in (
         ("distillation.teacher", {"distillation": {"teacher": "x"}}, {"reference": other}),
         ("loss.reference", {"loss": {"objective": "grpo"}}, {"reference": other}),
-        ("critic.path", gae, {"critic_model": other}),
+        ("critic.path", gae, {"critic_model": replace(other, tokenizer=make_tokenizer(("1",)))}),
         ("loss.reference_ema", moving, {"reference": wider}),
     ):
         with refused(key):

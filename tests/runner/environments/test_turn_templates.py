@@ -20,7 +20,7 @@ from dapo_runner.environments.environment import Message
 from dapo_runner.environments.template import TurnTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "multiply", "description": "", "parameters": {"properties": {}}}}]
-LISTED = "{% for t in tools or [] %}<tool_call>{{ t['function']['name'] }}{% endfor %}" + CHATML
+LISTED = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML
 OLD = LISTED.replace("{{ m['content']", "{% if 2 < loop.index != loop.length %}old {% endif %}{{ m['content']")
 TRL = importlib.util.find_spec("trl")
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m"  # docs/smollm2.md
@@ -45,7 +45,6 @@ def template_of(name: str) -> str:
         ("qwen3_5_think", False, False),  # writes calls in another form
         ("glm4moe", False, False),
         ("gptoss", False, False),  # a tool's message names a call of the message before
-        ("lfm2", True, False),  # writes no calls, and does not describe them either
         ("deepseekv3", False, False),  # takes the arguments of a call only as text
         ("phi3", True, False),  # leaves out messages of tools
         ("gemma", True, False),
@@ -125,13 +124,13 @@ def test_a_template_that_writes_calls_in_another_form_needs_a_response_template(
         TurnTemplate(tokenizer, chat=True, tools=TOOLS)
 
 
-def test_a_template_that_does_not_describe_calls_needs_a_prompt_that_does() -> None:
-    tokenizer = chat_tokenizer(LISTED.replace("<tool_call>", ""))
-    with pytest.raises(ConfigError, match=r"data\.system"):
-        TurnTemplate(tokenizer, chat=True, tools=TOOLS, prompt="You may call tools.")
-    TurnTemplate(tokenizer, chat=True, tools=TOOLS, prompt="You may call tools: <tool_call>{…}</tool_call>.")
-    tokenizer.response_template = {"fields": {}}
-    TurnTemplate(tokenizer, chat=True, tools=TOOLS)
+def test_a_template_may_show_how_to_call_tools() -> None:
+    for template, is_shown in ((LISTED, False), (LISTED.replace("{{ t", "<tool_call>{{ t"), True)):
+        tokenizer = chat_tokenizer(template)
+        assert TurnTemplate(tokenizer, chat=True, tools=TOOLS).shows_calls == is_shown
+        assert TurnTemplate(tokenizer, chat=True, tools=None).shows_calls
+        tokenizer.response_template = {"fields": {}}
+        assert TurnTemplate(tokenizer, chat=True, tools=TOOLS).shows_calls
 
 
 PIECES = [

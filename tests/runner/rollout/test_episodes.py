@@ -27,7 +27,7 @@ from test_group_buffer import saved
 from dapo_kernels import dapo_loss
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.config import AdvantageConfig, Config, ConfigError, ModelConfig, RolloutLogConfig
+from dapo_runner.config import AdvantageConfig, Config, ModelConfig, RolloutLogConfig
 from dapo_runner.data.dataset import render
 from dapo_runner.engines.engine import BatchCall, Groups
 from dapo_runner.engines.hf import HFEngine
@@ -57,7 +57,7 @@ from dapo_runner.types import (
 
 MODEL = ModelConfig(path="x", dtype="float32")
 SAMPLING = SamplingParams(n=2, max_tokens=200)
-WITH_TOOLS = "{% for t in tools or [] %}<tool_call>{{ t['function']['name'] }}{% endfor %}" + CHATML
+WITH_TOOLS = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + CHATML
 SPOKEN = ("ab1", "ab2", "ab3")
 COLUMN = "3 + 4 is\n#### 7"  # of the data set; the reference answer is 7
 
@@ -411,16 +411,6 @@ def test_the_length_of_a_result_that_the_policy_asks_for_fails_no_episode(n: int
     assert counts["tool_errors"] == (2 if n > MOST_CHARACTERS else 0)
     assert len(one.policy_turns) == (2 if n > MOST_CHARACTERS else 1)  # an error is short
     assert one.truncated == (n <= MOST_CHARACTERS)
-
-
-@pytest.mark.parametrize("key", ["system", "template"])
-def test_the_prompt_may_describe_calls_where_the_chat_template_does_not(key: str) -> None:
-    tokenizer = chat_tokenizer(WITH_TOOLS.replace("<tool_call>", ""))
-    env = {"tools": [f"{__name__}:wide"]}
-    with pytest.raises(ConfigError, match=r"^env\b"):
-        EpisodeRunner(make_config(env=env), tokenizer)
-    text = "Call tools as <tool_call>{…}</tool_call>. {question}"
-    EpisodeRunner(make_config(env=env, data={"format": "auto", "path": "x.jsonl", key: text}), tokenizer)
 
 
 def episode_of(token_ids: torch.Tensor, ends: Sequence[int], rewards: Sequence[float]) -> Sample:
