@@ -52,24 +52,17 @@ def positions_from_heads(out: Tensor, group: dist.ProcessGroup | None) -> Tensor
     return out if group is None else cast(Tensor, _Exchange.apply(out, group, 0, 1))
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather. Its backward keeps only this rank's share of the gradient: every rank computes the whole loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-        all_gather_single(whole, x.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return shard_positions(grad, ctx.group), None
-
-
 def gather_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather [T/W, …] of all ranks into [T, …]. Collective."""
-    return x if group is None else cast(Tensor, _Gather.apply(x, group))
+    """Gather [T/W, …] of all ranks into [T, …]. Only this rank's share has a gradient, because every rank computes the
+    whole loss. Collective.
+    """
+    if group is None:
+        return x
+    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+    all_gather_single(whole, x.detach().contiguous(), group=group)
+    shares = list(whole.chunk(group.size()))
+    shares[group.rank()] = x
+    return torch.cat(shares)
 
 
 def shard_positions(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
