@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dapo_runner.algorithms.learner import Learner
-from dapo_runner.checkpoint import BackgroundSaves, load_checkpoint
+from dapo_runner.checkpoint import BackgroundSaves, keeping_generators, load_checkpoint
 from dapo_runner.checkpoint.files import Checkpoint, checkpoint_to_resume, prune
 from dapo_runner.config import Config, cautions
 from dapo_runner.data.curriculum import make_curriculum
@@ -116,7 +116,6 @@ def _open_run(config: Config, context: RunContext) -> Run:
     sampler = DynamicSampler(cursor, GroupBuffer(config), context.progress.round)
     engine = world.run_or_raise_everywhere(lambda: kind.load(source, config, device, world, note))
     context.opened.callback(engine.close)
-    trackers = open_trackers_on_rank0(config, start, context)
     # Nothing below draws a random number: a resumed run must see the same numbers as an uninterrupted one.
     start = load_start(start, learner, sampler, context)
     if engine.takes_adapters(config):
@@ -130,7 +129,7 @@ def _open_run(config: Config, context: RunContext) -> Run:
     tokenizer = learner.policy.tokenizer
     episodes = world.run_or_raise_everywhere(lambda: EpisodeRunner(config, tokenizer) if config.env else None)
     worker = RolloutWorker(engine, score, tokenizer, config.tree, episodes, world, context.clock, stop)
-    log = open_log(config, start, trackers, context, tokenizer)
+    log = open_log(config, start, context, tokenizer)
     early_stop, probe = _replay_log(config, SyncProbe(dataset.train, config), context)
     owed = world.broadcast_from_rank0(lambda: start.owes_evaluation(config, early_stop.reason is not None))
     return Run(
@@ -226,19 +225,13 @@ def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: 
     return start._replace(changes=[*start.changes, Change("ranks", saved_size, size)])
 
 
-def open_trackers_on_rank0(config: AnyConfig, start: StartPoint, context: RunContext) -> Trackers | None:
-    first_step, note = start.keep_log_through + 1, context.progress.note
-    return context.world.run_on_rank0(lambda: Trackers(config, first_step, note, is_resumed=not start.is_new))
-
-
-def open_log(
-    config: AnyConfig, start: StartPoint, trackers: Trackers | None, context: RunContext, tokenizer: object = None
-) -> RunLog | None:
-    """Open the log of a run on rank 0 and log which settings have changed."""
+def open_log(config: AnyConfig, start: StartPoint, context: RunContext, tokenizer: object = None) -> RunLog | None:
+    """Open the trackers and the log of a run on rank 0 and log which settings have changed."""
 
     def open_here() -> RunLog:
-        assert trackers is not None  # on rank 0
         done, kept, note = start.last_completed_step, start.keep_log_through, context.progress.note
+        with keeping_generators():  # a tracker may draw random numbers
+            trackers = Trackers(config, kept + 1, note, is_resumed=not start.is_new)
         log = RunLog(config, trackers, first_step=done, keep_through=kept, tokenizer=tokenizer)
         if (last := log.metrics.found_through) > done:
             note(f"the logs of steps {done + 1} to {last} are removed: no checkpoint has these steps")

@@ -16,7 +16,7 @@ from dapo_runner.logging.speed import speed_metrics
 from dapo_runner.policy.lengths import check_length, refuse_quantized
 from dapo_runner.policy.model import load_tokenizer
 from dapo_runner.run.context import RunContext, open_context
-from dapo_runner.run.start import build_learner, find_start, load_start, open_log, open_trackers_on_rank0
+from dapo_runner.run.start import build_learner, find_start, load_start, open_log
 from dapo_runner.run.training import TrainingRun
 from dapo_runner.tools.sft.data import Examples, load_examples
 from dapo_runner.types import Prompt, TrainingSequence
@@ -111,9 +111,8 @@ def _open_sft(recipe: SftConfig, context: RunContext) -> SftRun:
     progress.note(f"{config.run.steps} updates of {config.mini_batch_size} examples, {recipe.run.epochs:g} epochs")
     learner = build_learner(config, start.checkpoint, context)
     cursor = PromptCursor(examples.train, config.run.seed, examples.heldout)
-    trackers = open_trackers_on_rank0(recipe, start, context)
     start = load_start(start, learner, cursor, context)
-    log = open_log(recipe, start, trackers, context)
+    log = open_log(recipe, start, context)
     return SftRun(
         context=context,
         config=config,
