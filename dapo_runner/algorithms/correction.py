@@ -104,8 +104,8 @@ def correct(
         weights = log_ratio.exp().clamp(max(config.floor, 1e-30), config.cap)  # 0 is for masked tokens
     if config.mask is not None:
         log_ratio = delta if config.mask == "token" else _reduce_sequences(delta, mask, cu_seqlens, mean=True)
-        inside = (log_ratio >= math.log(config.lowest)) & (log_ratio <= math.log(config.bound))
-        weights = weights.where(inside, 0.0)
+        low, high = math.log(config.lower_bound or 1 / config.bound), math.log(config.bound)
+        weights = weights.where((log_ratio >= low) & (log_ratio <= high), 0.0)
     return torch.where(mask, weights, 1.0)
 
 

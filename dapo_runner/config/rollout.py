@@ -133,10 +133,6 @@ class CorrectionConfig(Section):
     def enabled(self) -> bool:
         return self.weights is not None or self.mask is not None
 
-    @property
-    def lowest(self) -> float:
-        return self.lower_bound or 1 / self.bound
-
     def checks(self) -> Iterator[Check]:
         yield "floor", self.floor <= self.cap, f"at most cap={self.cap:g}"
 
