@@ -22,18 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_kernels import (
-    Objective,
-    linear_dapo_loss,
-    linear_distillation_loss,
-    linear_token_logprobs,
-    policy_loss,
-    preference_loss_from_logprobs,
-)
+from dapo_kernels import Objective, linear_dapo_loss, linear_distillation_loss, linear_token_logprobs, policy_loss
 from dapo_kernels.distillation import DistillationOutput
 from dapo_kernels.losses import LossOutput
 from dapo_kernels.objectives.table import PROMPT_MEAN
-from dapo_kernels.preference import PreferenceOutput
+from dapo_kernels.preference import PreferenceOutput, preference_loss_from_logprobs
 from dapo_runner.algorithms.advantage import make_sequence
 from dapo_runner.algorithms.mini_batch import MiniBatch, head_arguments, loss_tensors, token_stats
 from dapo_runner.algorithms.packing import count_training_tokens

@@ -17,8 +17,7 @@ from torch.distributed.run import main as torchrun
 
 from dapo_runner.commands.output import INTERRUPTED, complain
 from dapo_runner.commands.recipes import find_recipe
-from dapo_runner.config import SftConfig, apply_overrides, load_config, parse, read_recipe
-from dapo_runner.errors import ConfigError
+from dapo_runner.config import ConfigError, SftConfig, apply_overrides, load_config, parse, read_recipe
 from dapo_runner.parallel.world import make_layout
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from dapo_runner.commands.output import complain, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe, studies
-from dapo_runner.config import Config, StudyConfig, parse, read_recipe
-from dapo_runner.errors import ConfigError
+from dapo_runner.config import Config, ConfigError, StudyConfig, parse, read_recipe
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.parallel.world import make_layout
 from dapo_runner.preflight.dry_run import departures

@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Any
 
 from dapo_runner import http
-from dapo_runner.config import ConfigError
-from dapo_runner.config.rollout import ServerConfig
+from dapo_runner.config import ConfigError, ServerConfig
 from dapo_runner.engines.client import RefusedError, RolloutError, Server, ServerError
 from dapo_runner.engines.engine import Note
 from dapo_runner.engines.guard import CLAIM, RELEASE

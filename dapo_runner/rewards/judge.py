@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from dapo_runner import http
 from dapo_runner.config import AuxiliaryModel, ConfigError, JudgePrompt, RewardConfig
 from dapo_runner.files import append_jsonl, drop_incomplete_line, read_jsonl
-from dapo_runner.http import HTTPError
 from dapo_runner.rewards.calls import ASYNC_CALLS, Call, CallingReward, RewardError, Verdicts, first_error, reward_error
 from dapo_runner.rewards.judge_model import JudgeModel, confidence_of, special_tokens
 from dapo_runner.types import Completion, Prompt, Verdict
@@ -152,7 +151,7 @@ class Judge(CallingReward):
         for question in CHECKS:  # check both words: a server may split one into several tokens
             try:
                 found: object = self._ask(question)
-            except (HTTPError, ValueError) as error:
+            except (http.HTTPError, ValueError) as error:
                 found = error
             if not isinstance(found, float):
                 raise ConfigError(
@@ -221,7 +220,7 @@ class Judge(CallingReward):
             fields = {"max_tokens": VOTE_TOKENS, "temperature": 1.0, "seed": vote}
         try:
             text, tokens = chat(self.settings, self.questioner.messages(question), self.config.call_timeout, **fields)
-        except HTTPError as error:
+        except http.HTTPError as error:
             if error.status in DENIED:
                 raise ConfigError(f"reward.judge: expected a valid key, URL and model, got: {error}") from error
             if error.status not in REFUSED or question in CHECKS:
@@ -275,7 +274,7 @@ def chat(
         return text, _first_tokens(choice["logprobs"]) if text and body.get("logprobs") else []
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         expected = "choices with a message" + (" and logprobs" if body.get("logprobs") else "")
-        raise HTTPError(f"{url}: expected {expected}, got {http.shorten(json.dumps(answer), key)}") from error
+        raise http.HTTPError(f"{url}: expected {expected}, got {http.shorten(json.dumps(answer), key)}") from error
 
 
 def _first_tokens(logprobs: Any) -> list[tuple[str, float]]:

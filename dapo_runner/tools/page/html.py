@@ -17,9 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dapo_runner.config import flatten, read_recipe
+from dapo_runner.config import ConfigError, flatten, read_recipe
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.errors import ConfigError
 from dapo_runner.files import atomic_write
 from dapo_runner.logging.curves import read_curves
 from dapo_runner.logging.metric_table import SUPERVISED_PANELS, Panel, panels_of, read_glossary, step_name

@@ -8,8 +8,7 @@ from difflib import ndiff
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dapo_runner.config import StudyConfig, VariantConfig, flatten
-from dapo_runner.errors import ConfigError
+from dapo_runner.config import ConfigError, StudyConfig, VariantConfig, flatten
 from dapo_runner.files import atomic_write
 from dapo_runner.tools.study.figures import draw_entropy_fit, draw_figure, label_of
 from dapo_runner.tools.study.results import (

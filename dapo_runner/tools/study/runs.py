@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dapo_runner.config import Config, dump_config, flatten, lay_settings, load_config, parse, read_recipe
+from dapo_runner.config import Config, ConfigError, dump_config, flatten, lay_settings, load_config, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig, VariantConfig
-from dapo_runner.errors import ConfigError
 from dapo_runner.files import read_jsonl
 from dapo_runner.interrupt import end_with_parent
 from dapo_runner.logging.metrics import METRICS_FILE
