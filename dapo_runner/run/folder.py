@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-import yaml
-
 from dapo_runner.checkpoint import find_checkpoints
 from dapo_runner.config import Config, ConfigError, SftConfig, apply_overrides, dump_config, flatten, parse, read_recipe
 from dapo_runner.config.reading import CONFIG_FILE, may_change
@@ -98,7 +96,7 @@ def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:
     """Return the settings by dotted keys, with values as in YAML, without empty sections."""
-    return {key: value for key, value in flatten(yaml.safe_load(dump_config(config))).items() if value != {}}
+    return {key: value for key, value in flatten(config.model_dump(mode="json", by_alias=True)).items() if value != {}}
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
