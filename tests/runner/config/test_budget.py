@@ -13,14 +13,14 @@ from dapo_runner.config.section import Section
 
 ROOT = Path(dapo_runner.__file__).parent
 LINES = {  # today's: lower a number when its room shrinks
-    "top": 3675,
-    "engines": 2125,
+    "top": 3664,
+    "engines": 2124,
     "rollout": 1077,
-    "training": 2237,
-    "rewards": 1788,
-    "config": 1815,
-    "algorithms": 1744,
-    "tools": 1523,
+    "training": 2230,
+    "rewards": 1787,
+    "config": 1811,
+    "algorithms": 1737,
+    "tools": 1519,
     "logging": 1220,
     "preflight": 881,
     "data": 791,
