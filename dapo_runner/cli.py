@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,8 +142,9 @@ command("doctor", "show what is installed, what is missing and how to install it
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every locale has an arrow, and none a name that is no text
+    # Not every locale has an arrow, and none a name that is no text. Standard output may be no file, or not seek.
+    with suppress(AttributeError, OSError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()
