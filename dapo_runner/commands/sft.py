@@ -44,6 +44,8 @@ def _summary(recipe: SftConfig) -> dict[str, str]:
     if is_local(path, "tokenizer_config.json"):
         examples = load_examples(recipe, load_tokenizer(path, recipe.model))
         rows["data"] += f": {examples.report.describe('examples')}"
+        first = examples.train[0]
+        rows["first example"] = f"{first.text!r} → {first.answer!r}"
         rows |= {"caution": examples.note} if examples.note is not None else {}
         rows["updates"] = f"{plan_updates(recipe, examples).run.steps}, {recipe.run.epochs:g} epochs"
     return rows

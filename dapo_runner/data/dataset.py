@@ -172,11 +172,13 @@ def tokenize(
         return [(render(turns, None, chat=False), ()) for turns in conversations]
     if data.chat_template == "always" and not tokenizer.chat_template:
         raise ConfigError("data.chat_template: 'always' requires a tokenizer with a chat template. Set it to auto.")
-    chat = uses_chat_template(tokenizer, data)
-    try:
-        texts = [render(turns, tokenizer, chat, **(kwargs | data.chat_template_kwargs)) for turns in conversations]
-    except TEMPLATE_ERRORS as error:
-        raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {error}") from error
+    chat, texts = uses_chat_template(tokenizer, data), []
+    for turns in conversations:
+        try:
+            texts.append(render(turns, tokenizer, chat, **(kwargs | data.chat_template_kwargs)))
+        except TEMPLATE_ERRORS as error:
+            got = f"{error}, for {turns!r:.160}"
+            raise ConfigError(f"data.chat_template: expected a chat template for these messages, got: {got}") from error
     # A chat template contains its special tokens; adding them again would double the first one.
     blocks = (texts[start : start + BLOCK] for start in range(0, len(texts), BLOCK))  # encodings are large
     encoded = (ids for block in blocks for ids in tokenizer(block, add_special_tokens=not chat)["input_ids"])

@@ -19,11 +19,11 @@ from dapo_runner.data.dataset import IN_HELDOUT, DataReport, cut_heldout, tokeni
 from dapo_runner.data.reading import as_messages, convert_rows, get_column
 from dapo_runner.environments.template import common_length
 from dapo_runner.errors import ConfigError
-from dapo_runner.rewards.judge import Judgement, Question, Questioner
+from dapo_runner.rewards.judge import Question, Questioner
 from dapo_runner.rewards.judge_model import special_tokens
 from dapo_runner.types import Prompt, TrainingSequence
 
-VERDICT_COLUMNS = {*Question._fields, *Judgement._fields}
+VERDICT_COLUMNS = {*Question._fields, "verdict"}
 Turns = tuple[tuple[str, str], ...]
 
 
@@ -66,7 +66,8 @@ def load_examples(config: SftConfig, tokenizer: Any) -> Examples:
     held = {pair.prompt for pair in heldout}
     kept = [pair for pair in train if pair.prompt not in held]
     report[IN_HELDOUT] += len(train) - len(kept)
-    examples = Examples([], [], {}, report, _other_form(kept[0], tokenizer, data) if kept else None)
+    forms = (_other_form(pair, tokenizer, data) for pair in kept[:100])
+    examples = Examples([], [], {}, report, next(filter(None, forms), None))
     for pairs, prompts in ((kept, examples.train), (heldout, examples.heldout)):
         for _, alike in groupby(pairs, lambda pair: pair.is_verdict):
             _tokenize(list(alike), prompts, examples, tokenizer, data)
@@ -97,6 +98,8 @@ def _pair(row: Mapping[str, Any], data: SftDataConfig, questioner: Questioner) -
         (role, target) = turns.pop()
         if role != "assistant" or not turns:
             raise ValueError(f"the last message must be the assistant's and follow others, got one of {role}")
+    if not target.strip():
+        raise ValueError("the row has no completion: leave it out")
     "".join([*(text for _, text in turns), target]).encode()  # refuses half of a surrogate pair
     return Pair(tuple(turns), target, is_verdict=columns is None)
 

@@ -91,7 +91,7 @@ def plan_updates(recipe: SftConfig, examples: Examples) -> Config:
     key, path, longest = "model.path", recipe.model.path, max(map(len, ids))
     refuse_quantized(key, check_length(key, path, recipe.model, longest, "data.max_tokens", highest))
     size, n_examples = recipe.optimizer.mini_batch_size, len(examples.train)
-    config = recipe.training(math.ceil(recipe.run.epochs * n_examples / size))
+    config = recipe.training(math.ceil(round(recipe.run.epochs * n_examples / size, 6)))
     fits = ("optimizer.mini_batch_size", size <= n_examples, f"at most {n_examples}, the training examples")
     if problems := list(failures(iter((fits, *check_schedule(config))), config)):
         raise ConfigError("\n".join(problems))

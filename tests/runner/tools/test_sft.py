@@ -31,7 +31,7 @@ from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.run.folder import check_same_run, write_config
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.tools.sft.data import load_examples
-from dapo_runner.tools.sft.run import sft
+from dapo_runner.tools.sft.run import plan_updates, sft
 from dapo_runner.types import Prompt
 
 SUMS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
@@ -70,7 +70,7 @@ def test_its_loss_is_the_cross_entropy_of_the_completions(model_folder: Path, su
 
 TALK = {"columns": {"messages": "talk"}}
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
-VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdict": "1", "confidence": 0.9}
+VERDICT = {"problem": "1+2", "reference": "3", "response": "<eos>3</x>", "verdict": "1"}
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,8 @@ def test_what_a_row_is(model_folder: Path, tmp_path: Path, row: Any, data: Any, 
         ({"messages": [*CHAT[:1], {**CHAT[1], "thinking": "2"}, *CHAT]}, "thinking"),
         ({"prompt": "1+2=", "completion": [{**CHAT[1], "thinking": "2"}]}, "thinking"),
         ({"prompt": "1+2=", "completion": [CHAT[1], *CHAT]}, "data.columns.messages"),
+        ({"prompt": "1+2=", "completion": " "}, "no completion"),
+        ({"messages": [CHAT[0], {**CHAT[1], "content": ""}]}, "no completion"),
         (VERDICT, "data.judge.answers"),  # whose default is YES and NO
     ],
 )
@@ -153,6 +155,7 @@ OPENED = "{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
         ("", "<unk>", "3", ("=3<unk>'", "=3<eos>'")),
         ("7", "<eos>", "3", ("=73<eos>", "=3<eos>'")),
         ("{{ '' if '</think>' in m.content else '7' }}", "<eos>", "1</think>3", None),
+        ("{{ '' if '</think>' in m.content else '7' }}", "<eos>", "3", ("=73<eos>", "=3<eos>'")),
     ],
 )
 def test_a_template_that_writes_answers_in_another_form_is_noted(
@@ -160,7 +163,9 @@ def test_a_template_that_writes_answers_in_another_form_is_noted(
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = ANSWERS.replace("BEFORE", before).replace("END", end) + OPENED
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2", "completion": completion}])
+    # The first row may be in the form of the template, as a thought among plain answers.
+    rows = [{"prompt": "1+2", "completion": text} for text in ("1</think>3", completion)]
+    path = write_rows(tmp_path / "rows.jsonl", rows if "think" in before else rows[1:])
     note = load_examples(parse(recipe_of(model_folder, path, data={"eval_size": 0}), SftConfig), tokenizer).note
     assert (note is None) == (forms is None)
     assert all(form in (note or "") for form in forms or ())
@@ -227,6 +232,20 @@ def test_a_tokenizer_without_an_end_is_refused(model_folder: Path, sums: Path) -
         load_examples(parse(recipe_of(model_folder, sums), SftConfig), tokenizer)
 
 
+def test_a_share_of_an_epoch_is_not_rounded_up_to_another_update(model_folder: Path, tmp_path: Path) -> None:
+    """1.1 · 100 is a little above 110."""
+    path = write_rows(tmp_path / "rows.jsonl", SUMS)
+    settings = {"run": {"epochs": 1.1}, "data": {"eval_size": 0}, "optimizer": {"mini_batch_size": 10}}
+    recipe = parse(recipe_of(model_folder, path, **settings), SftConfig)
+    assert plan_updates(recipe, load_examples(recipe, make_tokenizer())).run.steps == 11
+
+
+def test_a_conversation_that_the_template_refuses_is_shown(model_folder: Path, sums: Path) -> None:
+    tokenizer = chat_tokenizer("{{ raise_exception('no roles') }}")
+    with refused("data.chat_template", parts=["no roles", repr(SUMS[0]["prompt"])]):
+        load_examples(parse(recipe_of(model_folder, sums, data={"eval_size": 0}), SftConfig), tokenizer)
+
+
 def test_what_is_held_out_does_not_train(model_folder: Path, tmp_path: Path) -> None:
     rows = [*SUMS[:20], SUMS[3], {"prompt": "1" * 40, "completion": "2"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
@@ -266,7 +285,9 @@ def test_a_mistake_is_one_line_that_names_its_setting(
 def test_a_dry_run(model_folder: Path, sums: Path, tmp_path: Path, dapo: Dapo) -> None:
     """It counts the rows and checks the layout. The recipe of the page has no setting that there is not."""
     recipe = write_sft_recipe(model_folder, sums, tmp_path / "sft.yaml")
-    assert re.search(r"\b100\D+90\D+10\b", dapo("sft", recipe, "--dry-run"))
+    out = dapo("sft", recipe, "--dry-run")
+    assert re.search(r"\b100\D+90\D+10\b", out)
+    assert re.search(r"first example *'\d\+\d=' → '\d+'", out)
     assert parse(yaml.safe_load(snippets_of("sft")["recipe"]), SftConfig).data.judge
     for gpus, code in ((2, 0), (3, 2)):
         dapo("launch", recipe, "--sft", "--dry-run", "parallel.sequence=2", "--gpus", gpus, code=code)
