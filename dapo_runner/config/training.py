@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from itertools import combinations_with_replacement
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 from dapo_runner.config.section import BelowOne, Check, MayChange, NonNegativeInt, Plain, PositiveInt, Section, Share
+
+ModelName = Annotated[str, AfterValidator(os.path.expanduser)]  # a folder in transformers' format or a hub name
 
 
 class WarmupConfig(Section):
@@ -50,7 +53,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str | None = None  # a folder in transformers' format or a hub name
+    path: ModelName | None = None  # a folder in transformers' format or a hub name
     tiny: TinyModelConfig | None = None  # a small model, created when the run starts
     # dtype of weights and activations; the optimizer always uses float32. float16 trains with a loss scale
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -131,7 +134,7 @@ class AdvantageConfig(Section):
 class CriticConfig(Section):
     """A model that predicts the reward still to come: advantage.kind=gae."""
 
-    path: str | None = None  # the model to add a value head to; null: the one that the policy starts from
+    path: ModelName | None = None  # the model to add a value head to; null: the one that the policy starts from
     lr: MayChange[PositiveFloat] = 9e-6  # peak learning rate; it follows optimizer.schedule
     # only the critic trains in these first steps; optimizer.warmup_steps counts them too; a fork goes on counting
     warmup_steps: NonNegativeInt = 0
@@ -146,7 +149,7 @@ class LossConfig(Section):
 
     objective: str = "dapo"  # a name in docs/objectives.md, or `module:function`
     overrides: dict[str, Plain] = {}  # other values for fields of the objective: docs/objectives.md
-    reference: str | None = None  # the model of the reference policy; null: the start model
+    reference: ModelName | None = None  # the model of the reference policy; null: the start model
     # update the reference after each step to reference_ema × reference + (1 − reference_ema) × policy
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     old_logprobs: Literal["trainer", "engine"] = "trainer"  # source of old log-probs: trainer, or rollout engine
@@ -169,7 +172,7 @@ class DistillationConfig(Section):
     and objective. docs/distillation.md.
     """
 
-    teacher: str  # a folder in transformers' format or a hub name, with the policy's tokenizer
+    teacher: ModelName  # a folder in transformers' format or a hub name, with the policy's tokenizer
     # 1: reverse KL(policy‖teacher); 0: forward KL; between: generalized Jensen-Shannon (docs/objectives.md)
     beta: Annotated[float, Field(ge=0, le=1)] = 1.0
 

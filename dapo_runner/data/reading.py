@@ -124,7 +124,8 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
             f"data: expected a Hugging Face data set (a folder, or a name on the hub) with data.subset={subset!r} and "
             f"the split {split!r} (data.split, eval_split) at {path}: {reason}"
         ) from error
-    yield from rows
+    for batch in rows.with_format("arrow").iter(1000):  # images and sounds stay undecoded
+        yield from batch.to_pylist()
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:

@@ -28,6 +28,7 @@ from dapo_runner.rewards.scoring import load_reward
 from dapo_runner.tiny_model import check_tiny
 
 HUB_SECONDS = 5  # timeout of the model hub
+LFS = b"version https://git-lfs"  # the first bytes of a file that git has not downloaded
 
 
 def check_needs(config: Config, layout: Layout = SINGLE_PROCESS.layout) -> None:
@@ -120,9 +121,14 @@ def check_model(key: str, path: str) -> None:
     folder = Path(path)
     if not folder.is_dir() and (problem := _problem_with_hub_name(path)) is not None:
         raise ConfigError(f"{key}: expected a folder or a model of the hub, found no folder {path}, and {problem}")
-    for wanted in ("config.json", "*.safetensors"):
-        if folder.is_dir() and not any(folder.glob(wanted)):
+    for wanted in ("config.json", "*.safetensors") if folder.is_dir() else ():
+        files = [file for file in folder.glob(wanted) if file.is_file()]  # not a broken link
+        if not files:
             raise ConfigError(f"{key}: expected a model in transformers' format, found no {wanted} in {path}")
+        for file in files:
+            with file.open("rb") as opened:
+                if opened.read(len(LFS)) == LFS:
+                    raise ConfigError(f"{key}: {file} is a pointer of Git LFS. Run `git lfs pull` in its folder.")
 
 
 def _problem_with_hub_name(name: str) -> str | None:
@@ -135,7 +141,7 @@ def _problem_with_hub_name(name: str) -> str | None:
     except HFValidationError:
         return "no model of the hub can have that name"
     except RepositoryNotFoundError:
-        return "the hub has none of that name"
+        return "the hub shows none of that name (a private one requires HF_TOKEN)"
     except Exception as error:  # several libraries can carry the request
         return f"the hub did not answer ({type(error).__name__})"
     return None

@@ -6,6 +6,7 @@ may change. The checkpoint is copied, so the fork does not depend on the other r
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,11 @@ from dapo_runner.checkpoint.files import Checkpoint, copy_checkpoint, find_check
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.config.reading import CONFIG_FILE, may_change
 from dapo_runner.config.rollout import SamplingConfig
-from dapo_runner.files import read_jsonl
+from dapo_runner.files import atomic_write, read_jsonl
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.rollout.sampler import DynamicSampler
 from dapo_runner.run.folder import TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
+from dapo_runner.run.frozen import FROZEN_FILE
 
 # The checkpoint's weights, optimizer state and order of prompts depend on these, unless marked with `MayChange`.
 FIXED = ("model", "data", "run.seed", "rollout.max_prompt_tokens")
@@ -83,9 +85,12 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
     """Copy the checkpoint of `run.from` into the run's folder and log the fork. Raises ConfigError, CheckpointError."""
     origin, changes = find_origin(config)
     log_fork(folder, origin, changes)
-    tiny = origin.path.parent.parent / TINY_MODEL
+    tiny, frozen = (origin.path.parent.parent / name for name in (TINY_MODEL, FROZEN_FILE))
     if tiny.is_dir():
         shutil.copytree(tiny, folder / TINY_MODEL, dirs_exist_ok=True)
+    if frozen.is_file():
+        kept = json.loads(frozen.read_text(encoding="utf-8")).items() - {change.key for change in changes}
+        atomic_write(folder / FROZEN_FILE, json.dumps(dict(kept)))
     return copy_checkpoint(origin, folder / CHECKPOINTS)
 
 

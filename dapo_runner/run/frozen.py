@@ -1,4 +1,4 @@
-"""Models that every start of a run reads again, and that must stay the same: reference, teacher, base of LoRA."""
+"""Models that every start of a run reads again, and that must stay the same: reference, teacher, LoRA's base, judge."""
 
 from __future__ import annotations
 
@@ -24,24 +24,30 @@ def check_frozen(config: Config, start: Path, *, is_resumed: bool) -> None:
     models = {"model.path": start} if config.model.lora or (reference and config.reference_path is None) else {}
     if reference and config.reference_path is not None:
         models[named] = Path(config.reference_path)
+    if config.reward.judge is not None and config.reward.judge.url is None:
+        models["reward.judge.model"] = Path(config.reward.judge.model)
     file = config.run_dir / FROZEN_FILE
     before = json.loads(file.read_text(encoding="utf-8")) if is_resumed and file.is_file() else {}
-    now = {key: digest for key, path in models.items() if (digest := sample_weights(path)) is not None}
+    now = {key: digest for key, path in models.items() if (digest := sample_model(path)) is not None}
     for key in now:
         if before.get(key, now[key]) != now[key]:
             here = f"{models[key]}, with which {config.run_dir} began"
             same = f"or delete {file} if they are the same"
-            raise ConfigError(f"{key}: expected the weights of {here}, got others. Restore them, {same}.")
+            raise ConfigError(f"{key}: expected the files of {here}, got others. Restore them, {same}.")
     if before != now:
         atomic_write(file, json.dumps(before | now))
 
 
-def sample_weights(path: Path) -> str | None:
-    """Return a digest of parts of a model's weights; None if its files are not on this machine."""
-    if (config := local_file(path, "config.json")) is None:
+def sample_model(path: Path) -> str | None:
+    """Return a digest of a model's configuration and parts of its weights; None if they are not on this machine."""
+    index = local_file(path, "model.safetensors.index.json")
+    shards = json.loads(index.read_bytes())["weight_map"].values() if index is not None else ["model.safetensors"]
+    found = [local_file(path, name) for name in ("config.json", *sorted({*shards}))]
+    files = [file for file in found if file is not None]
+    if len(files) < len(found):
         return None
-    digest, folder = hashlib.sha256(), config.parent
-    for weights in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+    digest = hashlib.sha256(files[0].read_bytes())
+    for weights in files[1:]:
         size = weights.stat().st_size
         digest.update(f"{weights.name} {size}".encode())
         with weights.open("rb") as file:

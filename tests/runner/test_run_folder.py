@@ -264,6 +264,14 @@ def test_a_reference_or_a_base_with_other_weights_is_refused(lora: dict[str, Any
     with refused("model.path", parts=[str(model)]):
         train(config(2), Notes())
     save_file(before, weights, {"format": "pt"})
+    save_file(before, weights.with_name("consolidated.safetensors"))  # which transformers does not load
+    values = (model / "config.json").read_text()
+    (model / "config.json").write_text(values.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
+    fork = config(2).run.model_copy(update={"name": "fork", "from_": f"{config(1).run_dir}@1"})
+    for changed in (config(2), config(2).model_copy(update={"run": fork})):
+        with refused("model.path", parts=["frozen_models.json"]):
+            train(changed, Notes())
+    (model / "config.json").write_text(values)
     assert len(steps_of(train(config(2), Notes()), "train/loss")) == 2
 
 

@@ -252,6 +252,14 @@ def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.Monk
             load(folder, split="dev", columns=COLUMNS)
 
 
+def test_what_nobody_reads_is_not_decoded(tmp_path: Path) -> None:
+    """Such as an image that is none."""
+    rows = [{"q": "Why?", "a": "3", "image": {"bytes": b"none", "path": None}}]
+    features = datasets.Features(q=datasets.Value("string"), a=datasets.Value("string"), image=datasets.Image())
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    assert [prompt.answer for prompt in load(tmp_path / "set", columns=COLUMNS).train] == ["3"]
+
+
 def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 

@@ -56,6 +56,7 @@ from dapo_runner.policy.lengths import loading
 from dapo_runner.policy.model import Policy, load_model, load_policy, load_tokenizer, resolve_device
 from dapo_runner.policy.prefixes import LEAST_SHARED, find_shared
 from dapo_runner.preflight.memory import model_values
+from dapo_runner.preflight.needs import check_model
 from dapo_runner.tiny_model import make_tokenizer
 from dapo_runner.types import TrainingSequence
 
@@ -449,6 +450,18 @@ def test_a_damaged_file_of_a_model_is_one_line(name: str, content: str, model_fo
     with refused("model.path", parts=[str(folder)]) as caught:
         reads[name]()
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_there_are_refused_before_the_start(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    check_model("model.path", str(folder))
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with refused("model.path", parts=["git lfs pull"]):
+        check_model("model.path", str(folder))
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+    with refused("model.path", parts=["*.safetensors"]):
+        check_model("model.path", str(folder))
 
 
 def test_weights_that_the_files_lack_are_not_drawn_at_random(model_folder: Path, tmp_path: Path) -> None:
