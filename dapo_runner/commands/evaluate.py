@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import torch
+
 from dapo_runner.checkpoint.files import damage_of, find_checkpoints
+from dapo_runner.checkpoint.snapshot import STATE_FILE
 from dapo_runner.commands.output import complain, print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.data.dataset import load_data
+from dapo_runner.data.dataset import Dataset, fingerprint, load_data
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.evaluate import evaluate
 from dapo_runner.logging.run_log import CHECKPOINTS
@@ -39,6 +42,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = load_data(config, tokenizer)
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
+    if isinstance(source, Path) and not config.data.eval:
+        check_heldout(source, dataset)
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     highest = max(max(prompt.token_ids, default=0) for prompt in dataset.heldout)
     check_length("model.path", source, config.model, config.longest_sequence, setting, highest)
@@ -92,6 +97,16 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
             return config, found.model
         complain(f"{found.path} is skipped because it is damaged: {damage}")
     raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
+
+
+def check_heldout(model: Path, dataset: Dataset) -> None:
+    """Refuse data other than the checkpoint was trained with. Raises ConfigError."""
+    state = torch.load(model.with_name(STATE_FILE), weights_only=True)
+    if state["sampler"]["cursor"]["data"] != fingerprint(dataset.train, dataset.heldout):
+        raise ConfigError(
+            "data: expected the problems of the run, got others, some of which may have been trained on. To evaluate "
+            "others, name them in data.eval."
+        )
 
 
 def print_response(group: Group) -> None:

@@ -216,6 +216,17 @@ def apply_template(template: str, question: str) -> str:
     return (RECIPE_TEMPLATE if template == "dapo" else template).replace("{question}", question.strip())
 
 
+def fingerprint(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:
+    """Return a text that is equal for equal problems in equal order."""
+
+    def digest(prompts: Iterable[Prompt]) -> str:
+        lines = (f"{prompt.id} {prompt.answer}\n" for prompt in prompts)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+    end = f", {len(heldout)} held out, {digest(heldout)}" if heldout else ""
+    return f"{len(train)} prompts, {digest(train)}{end}"
+
+
 class PromptCursor:
     """Iterate over the prompts endlessly, in a new order every epoch.
 
@@ -226,11 +237,11 @@ class PromptCursor:
         self, prompts: list[Prompt], seed: int, heldout: Sequence[Prompt] = (), curriculum: Curriculum | None = None
     ) -> None:
         """Skip prompts that ``curriculum`` does not admit. ``heldout`` is only compared when a state is loaded."""
-        self.prompts, self.heldout, self.seed = prompts, heldout, seed
+        self.prompts, self.seed = prompts, seed
         self.curriculum = curriculum or Curriculum()
         self.epoch = self.position = 0
         self._taken_in = dict[str, int]()  # epochs by prompt id. Not saved: what is in flight is taken again
-        self._order, self._data = self._shuffled(), self._fingerprint()
+        self._order, self._data = self._shuffled(), fingerprint(prompts, heldout)
 
     def take(self, n: int, step: int = 1) -> list[Prompt]:
         """Return the next ``n`` prompts for a rollout step, counted from 1. They may span epochs."""
@@ -273,11 +284,3 @@ class PromptCursor:
         order = list(range(len(self.prompts)))
         random.Random(f"{self.seed}:{self.epoch}").shuffle(order)
         return order
-
-    def _fingerprint(self) -> str:
-        def digest(prompts: Iterable[Prompt]) -> str:
-            lines = (f"{prompt.id} {prompt.answer}\n" for prompt in prompts)
-            return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
-
-        heldout = f", {len(self.heldout)} held out, {digest(self.heldout)}" if self.heldout else ""
-        return f"{len(self.prompts)} prompts, {digest(self.prompts)}{heldout}"

@@ -139,6 +139,8 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
             "eval RUN evaluation.max_response_tokens=17",
             "evaluation.max_response_tokens and rollout.max_response_tokens",
         ),
+        ("eval RUN data.eval_size=12 data.arithmetic.train_size=50", "data: data.eval"),  # 12 may have been trained on
+        ("eval RUN data.arithmetic.train_size=50", "data: data.eval"),
         ("eval RUN --json nowhere/figures.json", "--json"),
         ("eval RUN --json EMPTY", "--json"),
         ("report RUN --max-mb nan", "--max-mb"),
