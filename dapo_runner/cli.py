@@ -94,7 +94,7 @@ command(
     "evaluate a model on held-out problems",
     argument("target", help="the folder of a run (evaluates its newest checkpoint), a checkpoint, or a recipe"),
     argument("--show", type=int, default=0, metavar="N", help="print N scored responses"),
-    argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE"),
+    argument("--json", type=Path, metavar="FILE", help="also write the metrics, and each problem, to FILE"),
     takes="RUN|CHECKPOINT|CONFIG",
     function="evaluate:run",
 )

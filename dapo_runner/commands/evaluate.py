@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from dapo_runner.rewards.scoring import Scorer, unmatchable_answers
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.worker import RolloutWorker
 from dapo_runner.run.folder import read_config
-from dapo_runner.types import Group
+from dapo_runner.types import Group, Prompt
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         groups, metrics = evaluate(worker.generate, dataset.heldout, config)
     try:
         if options.json is not None:
-            found = {"model": str(source), **metrics, "n_correct": [group.n_correct for group in groups]}
+            found = {"model": str(source), **metrics, "problems": results_by_problem(dataset.heldout, groups)}
             options.json.write_text(json.dumps(found), encoding="utf-8")
     finally:  # a full disk does not hide the figures
         for warning in episodes.take_warnings() if episodes else ():
@@ -97,6 +98,17 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
             return config, found.model
         complain(f"{found.path} is skipped because it is damaged: {damage}")
     raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
+
+
+def results_by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return what is known of each problem, in the order of the data. Without samples, all its episodes failed."""
+    found = {group.prompt: group for group in groups}
+    return [
+        {"id": prompt.id, "set": prompt.eval_set, **({"source": prompt.source} if prompt.source else {})}
+        | {"correct": group.n_correct, "samples": len(group.samples)}
+        for prompt in prompts
+        for group in [found.get(prompt, Group(prompt, ()))]
+    ]
 
 
 def check_heldout(model: Path, dataset: Dataset) -> None:

@@ -168,10 +168,12 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     first, newest = (run / "checkpoints" / f"step_00000{step}" for step in (1, 2))
     figures, last = evaluate(dapo, tmp_path, run, "--show", "2"), events_of(run, "eval")[-1]
     logged = {key.removeprefix("eval/"): value for key, value in last.items() if key.startswith("eval/")}
-    n_correct = figures.pop("n_correct")
-    assert sum(n_correct) / (2 * len(n_correct)) == pytest.approx(figures["avg@2"])
+    problems = figures.pop("problems")
+    assert len({problem["id"] for problem in problems}) == len(problems) == logged.pop("problems") == 10
+    assert {(problem["set"], problem["source"], problem["samples"]) for problem in problems} == {("", "arithmetic", 2)}
+    assert sum(problem["correct"] for problem in problems) / 20 == pytest.approx(figures["avg@2"])
     assert figures == {"model": str(newest / "model"), **logged}
-    assert f"{figures['problems']:g} held-out" in dapo.err  # and which rows were left out
+    assert "10 held-out" in dapo.err  # and which rows were left out
     assert dapo.out.count("--- ") == 2
     assert f"{figures['avg@2']:.1%}" in dapo.out
     figures = evaluate(dapo, tmp_path, first, "evaluation.k=3")

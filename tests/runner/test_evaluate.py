@@ -13,7 +13,7 @@ from builders import make_completion, make_config, make_group, make_prompt, make
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.commands.evaluate import print_response
+from dapo_runner.commands.evaluate import print_response, results_by_problem
 from dapo_runner.commands.output import print_evaluations, print_rows
 from dapo_runner.evaluate import MOST_SOURCES, EvaluationError, evaluate, evaluation_metrics, pass_estimate
 from dapo_runner.logging.progress import RunConsole, make_progress
@@ -82,13 +82,19 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
         return Scorer(config, shaped=False)([request.prompt for request in requests], answers)
 
     config = make_config(evaluation={"k": 2, "seed": 7, "top_p": 0.5, "temperature": 0.0}, rollout={"stop": ["x"]})
-    _, metrics = evaluate(generate, [make_prompt(name) for name in "wxyz"], config)
+    prompts = [replace(make_prompt(name), source="" if name == "z" else "test") for name in "wxyz"]
+    groups, metrics = evaluate(generate, prompts, config)
     sampling = SamplingParams(n=2, temperature=0.0, top_p=0.5, max_tokens=64, seed=7, stop=("x",))
     asked = [(call.index, call.prompt.id, call.sampling) for call in calls]
     assert asked == [(index, name, sampling) for index, name in enumerate("wxyz")]
     expected = {"truncated": 0.4, "no_answer": 0.2, "length": (64 * 4 + 1) / 5, "problems": 3, "avg@2": 0.5}
     expected["pass@2"] = 2 / 3  # of the only episode that is left, pass@1
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+    results = [("w", 1, 2), ("x", 0, 2), ("y", 1, 1), ("z", 0, 0)]
+    assert results_by_problem(prompts, groups) == [
+        {"id": name, "set": "", "correct": correct, "samples": n} | ({} if name == "z" else {"source": "test"})
+        for name, correct, n in results
+    ]
     with pytest.raises(EvaluationError):
         evaluate(lambda requests: [Group(make_prompt(), ())], [make_prompt()], config)
 
