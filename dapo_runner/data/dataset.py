@@ -72,7 +72,8 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
             for each, messages, (text, ids) in zip(problems, turns, rendered, strict=True)
             if len(ids) <= config.rollout.max_prompt_tokens and (ids or not n_empty)
         ]
-        report.update({LONG: len(problems) - len(prompts) - n_empty, EMPTY: n_empty})
+        place = f" in data.eval.{eval_set}" if eval_set else ""
+        report.update({f"{LONG}{place}": len(problems) - len(prompts) - n_empty, f"{EMPTY}{place}": n_empty})
         return prompts
 
     prompts = build(train)

@@ -25,6 +25,7 @@ from dapo_runner.data.dataset import (
     CONFLICTING,
     DUPLICATES,
     IN_HELDOUT,
+    LONG,
     RECIPE_OPENING,
     DataReport,
     Dataset,
@@ -331,10 +332,10 @@ def test_long_prompts_are_left_out_and_every_row_is_counted(tmp_path: Path) -> N
     dataset = load(tmp_path / "d.jsonl", rows, most=20, template="plain")
     report = dataset.report
     assert [prompt.text for prompt in dataset.train] == ["a", "e", "x" * 19]
-    assert (report["rows"], report["longer than rollout.max_prompt_tokens"]) == (7, 1)
+    assert (report["rows"], report[LONG]) == (7, 1)
     assert report.total() == 2 * report["rows"]
     dropped = report.describe().partition("; dropped ")[2].split(", ")
-    assert set(dropped) == {f"1 {DUPLICATES}", f"2 {CONFLICTING}", "1 longer than rollout.max_prompt_tokens"}
+    assert set(dropped) == {f"1 {DUPLICATES}", f"2 {CONFLICTING}", f"1 {LONG}"}
 
 
 def test_heldout_problems_never_train(tmp_path: Path) -> None:
@@ -354,6 +355,8 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     for rows, got in (([], "none"), ([gsm8k_row("?" * 1001, "1")], "tokens or more")):
         with refused("data.eval.few", parts=[got]):
             load(one, most=1000, eval={"few": {"path": write_rows(tmp_path / "few.jsonl", rows)}})
+    mixed = write_rows(tmp_path / "mixed.jsonl", [gsm8k_row("?", "1"), gsm8k_row("?" * 1001, "1")])
+    assert load(one, most=1000, eval={"m": {"path": mixed}}).report[f"{LONG} in data.eval.m"] == 1
     with refused("data.eval.own.path"):
         check_needs(config_of(tmp_path / "t.jsonl", eval={"own": {"path": "nowhere.jsonl"}}))
 
