@@ -51,6 +51,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     complain(f"data: {dataset.report.describe()}")
     if unmatchable := unmatchable_answers(config, [] if config.data.eval else dataset.train, dataset.heldout):
         complain(unmatchable)
+    chosen = config.evaluation.model_copy(update={"max_response_tokens": config.evaluation_tokens})
+    complain(
+        f"evaluation: {len(dataset.heldout)} problems × {chosen.k} responses of up to {chosen.max_response_tokens} "
+        f"tokens, temperature {chosen.temperature:g}, top_p {chosen.top_p:g}, seed {chosen.seed}"
+    )
     device = resolve_device(config.run.device)
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None
@@ -58,7 +63,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         groups, metrics = evaluate(worker.generate, dataset.heldout, config)
     try:
         if options.json is not None:
-            found = {"model": str(source), **metrics, "problems": results_by_problem(dataset.heldout, groups)}
+            found = {"model": str(source), "evaluation": chosen.model_dump(), **metrics}
+            found["problems"] = results_by_problem(dataset.heldout, groups)
             options.json.write_text(json.dumps(found), encoding="utf-8")
     finally:  # a full disk does not hide the figures
         for warning in episodes.take_warnings() if episodes else ():

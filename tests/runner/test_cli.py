@@ -172,7 +172,10 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     assert len({problem["id"] for problem in problems}) == len(problems) == logged.pop("problems") == 10
     assert {(problem["set"], problem["source"], problem["samples"]) for problem in problems} == {("", "arithmetic", 2)}
     assert sum(problem["correct"] for problem in problems) / 20 == pytest.approx(figures["avg@2"])
+    settings = {"k": 2, "temperature": 1.0, "top_p": 1.0, "seed": 1234, "max_response_tokens": 16}
+    assert settings.items() <= figures.pop("evaluation").items()
     assert figures == {"model": str(newest / "model"), **logged}
+    assert re.search(r"evaluation: 10\D+2\D+16\D+temperature 1\D+top_p 1\D+1234$", dapo.err, re.MULTILINE)
     assert "10 held-out" in dapo.err  # and which rows were left out
     assert dapo.out.count("--- ") == 2
     assert f"{figures['avg@2']:.1%}" in dapo.out
@@ -349,7 +352,7 @@ def test_an_output_that_is_closed_stops_only_a_run(
             patch.setattr(sys, "stdout", closed)
             dapo(*arguments, code=code)
         is_resumed = code == 1 and "--dry-run" not in arguments
-        n_lines = code + ("eval" in arguments)  # which says what data it has
+        n_lines = code + 2 * ("eval" in arguments)  # which says what data it has, and how it samples
         assert ("again to resume" in dapo.err, dapo.err.count("\n")) == (is_resumed, n_lines)
     assert picture.exists()
     assert json.loads(figures.read_text())["model"]
