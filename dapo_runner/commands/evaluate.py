@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--json: expected a file in a folder that can be written to, got {out}")
     config, source = _target(options.target, overrides)
     tokenizer = load_tokenizer(source, config.model)
-    dataset = load_data(config, tokenizer)
+    dataset = load_data(config, tokenizer, trains=False)
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     if isinstance(source, Path) and not config.data.eval:

@@ -53,12 +53,14 @@ class Dataset(NamedTuple):
     report: DataReport
 
 
-def load_data(config: Config, tokenizer: Any) -> Dataset:
-    """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Raises ConfigError."""
+def load_data(config: Config, tokenizer: Any, *, trains: bool = True) -> Dataset:
+    """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Unless ``trains``, training rows
+    are read only if held-out ones are cut from them. Raises ConfigError.
+    """
     data, report = config.data, DataReport()
     is_game = config.env is not None and config.env.kind is not None
     generate = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else None
-    train, sets = generate(data, report) if generate else _read(data, report, is_game)
+    train, sets = generate(data, report) if generate else _read(data, report, is_game, trains)
     arguments, shortest = template_arguments(config.env), dict[str, int]()
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
@@ -89,7 +91,7 @@ def load_data(config: Config, tokenizer: Any) -> Dataset:
     seen = set(map(identity, heldout))
     kept = [prompt for prompt in prompts if identity(prompt) not in seen]
     report.update({IN_HELDOUT: len(prompts) - len(kept), "train": len(kept), "heldout": len(heldout)})
-    if not kept:
+    if not kept and (trains or not data.eval):
         raise ConfigError(f"data.path: expected training prompts (not in data.eval), got none: {report.describe()}")
     return Dataset(kept, heldout, report)
 
@@ -117,14 +119,14 @@ def _generate_gym(data: DataConfig, report: DataReport) -> Problems:
     return train, {"": heldout}
 
 
-def _read(data: DataConfig, report: DataReport, is_game: bool) -> Problems:
+def _read(data: DataConfig, report: DataReport, is_game: bool, trains: bool) -> Problems:
     def read(source: DataConfig | EvalSetConfig) -> list[Problem]:
         assert source.path is not None, "the configuration has checked it"
         columns = source.columns or data.columns
         rows = read_problems(source.path, source.format, columns, source.subset, source.split, data.system)
         return clean((replace(row, is_game=True) for row in rows) if is_game else rows, report, source.limit)
 
-    train = read(data)
+    train = read(data) if trains or not data.eval else []
     if data.eval:
         return train, {name: read(chosen) for name, chosen in data.eval.items()}
     heldout = cut_heldout(train, data.eval_size, "data.eval")

@@ -193,6 +193,14 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     assert evaluate(dapo, tmp_path, tmp_path / "best")["avg@2"] == logged["avg@2"]
 
 
+def test_eval_of_a_file_reads_no_other(run: Path, files: dict[str, Path], tmp_path: Path, dapo: Dapo) -> None:
+    data = f"data.format=gsm8k data.eval.own.path={files['GOOD']} data.path="
+    for path in (files["GOOD"], "nowhere.jsonl"):
+        figures = evaluate(dapo, tmp_path, run, *f"{data}{path}".split())
+        assert [problem["set"] for problem in figures["problems"]] == ["own"] * 3
+        assert "3 rows " in dapo.err
+
+
 def test_eval_names_a_damaged_checkpoint(run: Path, tmp_path: Path, dapo: Dapo) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     older, newest = (copy / "checkpoints" / f"step_00000{step}" for step in (1, 2))
