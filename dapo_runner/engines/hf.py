@@ -111,12 +111,14 @@ class HFEngine(RolloutEngine):
         """See ``RolloutEngine.generate``. A completion depends on its batch only by the rounding of the model: its
         random numbers come from its seed, the index of its prompt and its own in the group.
         """
-        groups = [[_Row(number, n, one) for n in range(one.sampling.n)] for number, one in enumerate(requests)]
+        counts = [one.sampling.n if one.sampling.temperature else 1 for one in requests]  # greedy responses are equal
+        groups = [[_Row(i, n, one) for n in range(counts[i])] for i, one in enumerate(requests)]
         # Prompts of like length together: little is padded.
         rows = [row for group in sorted(groups, key=lambda group: len(group[0].prompt_ids)) for row in group]
         for start in range(0, len(rows), self.max_batch_sequences):
             self._decode(rows[start : start + self.max_batch_sequences])
-        return [self._completions(group) for group in groups]
+        each = zip(requests, groups, strict=True)
+        return [self._completions(group) * (one.sampling.n // len(group)) for one, group in each]
 
     def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _HFCall(self)
