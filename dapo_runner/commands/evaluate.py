@@ -108,13 +108,9 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
 
 def results_by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return what is known of each problem, in the order of the data. Without samples, all its episodes failed."""
-    found = {group.prompt: group for group in groups}
-    return [
-        {"id": prompt.id, "set": prompt.eval_set, **({"source": prompt.source} if prompt.source else {})}
-        | {"correct": group.n_correct, "samples": len(group.samples)}
-        for prompt in prompts
-        for group in [found.get(prompt, Group(prompt, ()))]
-    ]
+    results = {p: {"id": p.id, "set": p.eval_set} | ({"source": p.source} if p.source else {}) for p in prompts}
+    counts = {group.prompt: {"correct": group.n_correct, "samples": len(group.samples)} for group in groups}
+    return [result | counts.get(prompt, {"correct": 0, "samples": 0}) for prompt, result in results.items()]
 
 
 def check_heldout(model: Path, dataset: Dataset) -> None:

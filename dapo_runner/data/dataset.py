@@ -54,9 +54,7 @@ class Dataset(NamedTuple):
 
 
 def load_data(config: Config, tokenizer: Any, *, trains: bool = True) -> Dataset:
-    """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Unless ``trains``, training rows
-    are read only if held-out ones are cut from them. Raises ConfigError.
-    """
+    """Return training and held-out prompts, without tokens if ``tokenizer`` is None. Raises ConfigError."""
     data, report = config.data, DataReport()
     is_game = config.env is not None and config.env.kind is not None
     generate = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else None
@@ -126,7 +124,7 @@ def _read(data: DataConfig, report: DataReport, is_game: bool, trains: bool) -> 
         rows = read_problems(source.path, source.format, columns, source.subset, source.split, data.system)
         return clean((replace(row, is_game=True) for row in rows) if is_game else rows, report, source.limit)
 
-    train = read(data) if trains or not data.eval else []
+    train = read(data) if trains or not data.eval else []  # an evaluation needs only what it cuts from
     if data.eval:
         return train, {name: read(chosen) for name, chosen in data.eval.items()}
     heldout = cut_heldout(train, data.eval_size, "data.eval")
@@ -220,8 +218,6 @@ def apply_template(template: str, question: str) -> str:
 
 
 def fingerprint(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:
-    """Return a text that is equal for equal problems in equal order."""
-
     def digest(prompts: Iterable[Prompt]) -> str:
         lines = (f"{prompt.id} {prompt.answer}\n" for prompt in prompts)
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
