@@ -8,7 +8,7 @@
 How votes are counted: samples without an answer do not vote. All correct samples vote for the same answer. Incorrect
 samples vote for the same answer if their extracted texts are equal.
 
-If two answers tie and one of them is correct, the problem counts ½: the expected value of breaking the tie at random.
+If n answers tie and one of them is correct, the problem counts 1/n: the expected value of breaking the tie at random.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs every snippet of docs/your-own.md and docs/training-options.md."""
+"""Runs every snippet of docs/your-own.md, docs/training-options.md and docs/evaluation.md that has a mark."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from dapo_runner.loop import train
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.types import Group
 
-SNIPPETS, OPTIONS = snippets_of("your-own"), snippets_of("training-options") | snippets_of("watching")
+SNIPPETS = snippets_of("your-own")
+OPTIONS = snippets_of("training-options") | snippets_of("watching") | snippets_of("evaluation")
 MODULES = {
     "my_rewards": "\n".join(SNIPPETS[f"reward: {name}"] for name in ("function", "trl", "async")),
     "my_advantages": SNIPPETS["advantage: function"],
     "paper_advantages": SNIPPETS["advantage: papers"],
 }
 QUESTIONS = [{"question": f"What is {i} + {i}?", "solution": 2 * i, "limit": 10} for i in range(8)]
-CODE = {"python", "python: recipe", "python: vary", "reading", "resuming", "forking"}
+CODE = {"python", "python: recipe", "python: vary", "reading", "resuming", "forking", "evaluating", "comparing"}
 
 
 @pytest.fixture(autouse=True)
@@ -199,10 +200,10 @@ def run_code(name: str) -> dict[str, Any]:
     return names
 
 
-def run_commands(name: str) -> list[int]:
+def run_commands(name: str, *more: str) -> list[int]:
     lines = [shlex.split(line) for line in OPTIONS[name].splitlines()]
     assert all(program == "dapo" for program, *_ in lines)
-    return [main(arguments) for _, *arguments in lines]
+    return [main([*arguments, *more]) for _, *arguments in lines]
 
 
 def test_python_and_copies_that_are_refused_as_the_command_refuses() -> None:
@@ -235,3 +236,23 @@ def test_a_run_is_started_read_resumed_and_forked() -> None:
     assert changes == {"run.steps": 4, "optimizer.lr": 5e-4}
     assert run_commands("forking") == [0]
     assert [event["step"] for event in events_of(Path("runs/warmer"))] == [3, 4]
+
+
+def test_two_models_are_evaluated_and_compared(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": f"{i % 5}+{i % 7}", "answer": f"#### {i % 5 + i % 7}"} for i in range(35)]
+    write_rows(Path("test.jsonl"), rows)
+    Path("exam.yaml").write_text(OPTIONS["evaluating: recipe"].replace("Qwen/Qwen2.5-1.5B-Instruct", "models/mine"))
+    shutil.copytree(start, "runs/mine/checkpoints/step_000200/model")
+    short = ["data.template='{question}='", "rollout.max_prompt_tokens=8", "rollout.max_response_tokens=8"]
+    assert run_commands("evaluating", *short, "run.device=cpu") == [0, 0]
+    base, trained = (json.loads(Path(f"{name}.json").read_text()) for name in ("base", "trained"))
+    assert {"k": 8, "top_p": 0.7, "max_response_tokens": 8}.items() <= base["evaluation"].items()
+    assert base["evaluation"] == trained["evaluation"]
+    capsys.readouterr()
+    assert sorted(run_code("comparing")["base"]) == sorted((one["set"], one["id"]) for one in trained["problems"])
+    n, mean, error = map(float, re.findall(r"[\d.]+", capsys.readouterr().out))
+    assert (n, mean) == (35, pytest.approx(100 * (trained["avg@8"] - base["avg@8"]), abs=0.05))
+    pairs = zip(base["problems"], trained["problems"], strict=True)
+    differences = torch.tensor([(two["correct"] - one["correct"]) / 8 for one, two in pairs], dtype=torch.float64)
+    assert error == pytest.approx(100 * float(differences.std()) / 35**0.5, abs=0.05)
+    assert mean > 2 * error > 0  # the second one has learned
