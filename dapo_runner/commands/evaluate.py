@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from dapo_runner.commands.output import complain, print_evaluations, quiet_libra
 from dapo_runner.commands.recipes import find_recipe
 from dapo_runner.config import Config, ConfigError, load_config
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.data.dataset import Dataset, fingerprint, load_data
+from dapo_runner.data.dataset import fingerprint, load_data
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.evaluate import evaluate
 from dapo_runner.logging.run_log import CHECKPOINTS
@@ -44,18 +43,21 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not dataset.heldout:
         raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
     if isinstance(source, Path) and not config.data.eval:
-        check_heldout(source, dataset)
+        state = torch.load(source.with_name(STATE_FILE), weights_only=True)
+        if state["sampler"]["cursor"]["data"] != fingerprint(dataset.train, dataset.heldout):
+            raise ConfigError(
+                "data: expected the problems of the run, got others, some of which may have been trained on. To "
+                "evaluate others, name them in data.eval."
+            )
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     highest = max(max(prompt.token_ids, default=0) for prompt in dataset.heldout)
     check_length("model.path", source, config.model, config.longest_sequence, setting, highest)
     complain(f"data: {dataset.report.describe()}")
-    if unmatchable := unmatchable_answers(config, [] if config.data.eval else dataset.train, dataset.heldout):
+    if unmatchable := unmatchable_answers(config, dataset.train, dataset.heldout):
         complain(unmatchable)
-    chosen = config.evaluation.model_copy(update={"max_response_tokens": config.evaluation_tokens})
-    complain(
-        f"evaluation: {len(dataset.heldout)} problems × {chosen.k} responses of up to {chosen.max_response_tokens} "
-        f"tokens, temperature {chosen.temperature:g}, top_p {chosen.top_p:g}, seed {chosen.seed}"
-    )
+    chosen = config.evaluation.model_dump() | {"max_response_tokens": config.evaluation_tokens}
+    how = "{k} responses of up to {max_response_tokens} tokens, temperature {temperature}, top_p {top_p}, seed {seed}"
+    complain(f"evaluation: {len(dataset.heldout)} problems × {how.format(**chosen)}")
     device = resolve_device(config.run.device)
     with closing(engine_class(config).load(source, config, device, SINGLE_PROCESS, complain)) as engine:
         episodes = EpisodeRunner(config, tokenizer) if config.env else None
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         groups, metrics = evaluate(worker.generate, dataset.heldout, config)
     try:
         if options.json is not None:
-            found = {"model": str(source), "evaluation": chosen.model_dump(), **metrics}
+            found = {"model": str(source), "evaluation": chosen, **metrics}
             found["problems"] = results_by_problem(dataset.heldout, groups)
             options.json.write_text(json.dumps(found), encoding="utf-8")
     finally:  # a full disk does not hide the figures
@@ -106,21 +108,11 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
 
 
-def results_by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, Any]]:
+def results_by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, object]]:
     """Return what is known of each problem, in the order of the data. Without samples, all its episodes failed."""
     results = {p: {"id": p.id, "set": p.eval_set} | ({"source": p.source} if p.source else {}) for p in prompts}
     counts = {group.prompt: {"correct": group.n_correct, "samples": len(group.samples)} for group in groups}
     return [result | counts.get(prompt, {"correct": 0, "samples": 0}) for prompt, result in results.items()]
-
-
-def check_heldout(model: Path, dataset: Dataset) -> None:
-    """Refuse data other than the checkpoint was trained with. Raises ConfigError."""
-    state = torch.load(model.with_name(STATE_FILE), weights_only=True)
-    if state["sampler"]["cursor"]["data"] != fingerprint(dataset.train, dataset.heldout):
-        raise ConfigError(
-            "data: expected the problems of the run, got others, some of which may have been trained on. To evaluate "
-            "others, name them in data.eval."
-        )
 
 
 def print_response(group: Group) -> None:

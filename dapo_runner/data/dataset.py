@@ -59,13 +59,12 @@ def load_data(config: Config, tokenizer: Any, *, trains: bool = True) -> Dataset
     is_game = config.env is not None and config.env.kind is not None
     generate = _generate_gym if data.reasoning_gym else _generate_arithmetic if data.format == "arithmetic" else None
     train, sets = generate(data, report) if generate else _read(data, report, is_game, trains)
-    arguments, shortest = template_arguments(config.env), dict[str, int]()
+    arguments = template_arguments(config.env)
 
     def build(problems: list[Problem], eval_set: str = "") -> list[Prompt]:
         turns = [(*each.context, ("user", apply_template(data.prompt_template, each.question))) for each in problems]
         rendered = tokenize(turns, tokenizer, data, **arguments)
         report.find_unknown(rendered, tokenizer)
-        shortest[eval_set] = min((len(ids) for _, ids in rendered), default=0)
         n_empty = 0 if tokenizer is None or is_game else sum(not ids for _, ids in rendered)  # reset adds to a game
         prompts = [
             Prompt(each.key[:16], ids, text, each.answer, each.source, eval_set, messages, each.row)
@@ -78,10 +77,6 @@ def load_data(config: Config, tokenizer: Any, *, trains: bool = True) -> Dataset
 
     prompts = build(train)
     heldout = [prompt for name, problems in sets.items() for prompt in build(problems, name)]
-    if empty := data.eval.keys() - {prompt.eval_set for prompt in heldout}:
-        limit, n = config.rollout.max_prompt_tokens, shortest[name := min(empty)]
-        got = f"{n} tokens or more" if n else "none"
-        raise ConfigError(f"data.eval.{name}: expected prompts of up to rollout.max_prompt_tokens={limit}, got {got}")
 
     def identity(prompt: Prompt) -> str:  # different rows can render to the same prompt, or be different games
         return prompt.id if is_game else " ".join(prompt.text.split())
@@ -89,6 +84,8 @@ def load_data(config: Config, tokenizer: Any, *, trains: bool = True) -> Dataset
     seen = set(map(identity, heldout))
     kept = [prompt for prompt in prompts if identity(prompt) not in seen]
     report.update({IN_HELDOUT: len(prompts) - len(kept), "train": len(kept), "heldout": len(heldout)})
+    if empty := data.eval.keys() - {prompt.eval_set for prompt in heldout}:
+        raise ConfigError(f"data.eval.{min(empty)}: expected prompts, got none: {report.describe()}")
     if not kept and (trains or not data.eval):
         raise ConfigError(f"data.path: expected training prompts (not in data.eval), got none: {report.describe()}")
     return Dataset(kept, heldout, report)

@@ -117,8 +117,7 @@ class HFEngine(RolloutEngine):
         rows = [row for group in sorted(groups, key=lambda group: len(group[0].prompt_ids)) for row in group]
         for start in range(0, len(rows), self.max_batch_sequences):
             self._decode(rows[start : start + self.max_batch_sequences])
-        each = zip(requests, groups, strict=True)
-        return [self._completions(group) * (one.sampling.n // len(group)) for one, group in each]
+        return [self._completions(group) * (group[0].request.sampling.n // len(group)) for group in groups]
 
     def open_call(self, priority: int | None, wake: Callable[[], None], n_prompts: int) -> OpenCall:
         return _HFCall(self)

@@ -175,7 +175,7 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     settings = {"k": 2, "temperature": 1.0, "top_p": 1.0, "seed": 1234, "max_response_tokens": 16}
     assert settings.items() <= figures.pop("evaluation").items()
     assert figures == {"model": str(newest / "model"), **logged}
-    assert re.search(r"evaluation: 10\D+2\D+16\D+temperature 1\D+top_p 1\D+1234$", dapo.err, re.MULTILINE)
+    assert re.search(r"evaluation: 10\D+2\D+16\D+temperature 1\.0\D+top_p 1\.0\D+1234$", dapo.err, re.MULTILINE)
     assert "10 held-out" in dapo.err  # and which rows were left out
     assert dapo.out.count("--- ") == 2
     assert f"{figures['avg@2']:.1%}" in dapo.out

@@ -352,7 +352,7 @@ def test_heldout_problems_never_train(tmp_path: Path) -> None:
     assert (report["rows"], report[IN_HELDOUT], report[DUPLICATES]) == (16, 5, 1)
     with refused("data.path", parts=["data.eval", f"5 {IN_HELDOUT}"]):
         load(one, most=1000, eval={"same": {"path": one}})
-    for rows, got in (([], "none"), ([gsm8k_row("?" * 1001, "1")], "tokens or more")):
+    for rows, got in (([], "0 held-out"), ([gsm8k_row("?" * 1001, "1")], f"1 {LONG} in data.eval.few")):
         with refused("data.eval.few", parts=[got]):
             load(one, most=1000, eval={"few": {"path": write_rows(tmp_path / "few.jsonl", rows)}})
     mixed = write_rows(tmp_path / "mixed.jsonl", [gsm8k_row("?", "1"), gsm8k_row("?" * 1001, "1")])
