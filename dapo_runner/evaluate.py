@@ -6,9 +6,8 @@
              c are correct: 1 − C(k−c, j)/C(k, j) (arXiv 2107.03374, Eq. 1)
 
 How votes are counted: samples without an answer do not vote. All correct samples vote for the same answer. Incorrect
-samples vote for the same answer if their extracted texts are equal.
-
-If n answers tie and one of them is correct, the problem counts 1/n: the expected value of breaking the tie at random.
+samples vote for the same answer if their extracted texts are equal. If n answers tie and one of them is correct, the
+problem counts 1/n: the expected value of breaking the tie at random.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from dapo_runner.errors import RunError
 from dapo_runner.rewards.scoring import reads_answers
 from dapo_runner.types import GenerateGroups, Group, Prompt, make_requests
 
-SOURCE_FIGURES = ("reward", "problems")  # per data source, beside avg@k and cons@k
 MOST_SOURCES = 100  # whose metrics are logged
 
 
@@ -35,8 +33,7 @@ def evaluate(
 ) -> tuple[list[Group], dict[str, float]]:
     """Sample every prompt k times with the evaluation settings. Return all scored samples, and what is logged.
 
-    ``generate`` scores by correctness. The seed is the same in every evaluation. Failed episodes are left out. Raises
-    EvaluationError if all failed.
+    ``generate`` scores by correctness. Failed episodes are left out. Raises EvaluationError if all failed.
     """
     settings = config.evaluation
     stop, limit = tuple(config.rollout.stop), config.evaluation_tokens
@@ -63,7 +60,7 @@ def evaluation_metrics(groups: Sequence[Group], k: int, reads_answers: bool = Tr
         figures |= {f"{area}sources": float(len(sources))} if len(sources) > MOST_SOURCES else {}
         for source in sources if 1 < len(sources) <= MOST_SOURCES else []:
             by_source = _figures([group for group in in_set if group.prompt.source == source], k, reads_answers)
-            shown = [key for key in by_source if key in SOURCE_FIGURES or key.startswith(("avg@", "cons@"))]
+            shown = [key for key in by_source if key in ("reward", "problems") or key.startswith(("avg@", "cons@"))]
             figures |= {f"{area}{source or 'no source'}/{key}": by_source[key] for key in shown}
     return figures
 
