@@ -110,9 +110,9 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
 
 def results_by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, object]]:
     """Return what is known of each problem, in the order of the data. Without samples, all its episodes failed."""
-    results = {p: {"id": p.id, "set": p.eval_set} | ({"source": p.source} if p.source else {}) for p in prompts}
+    names = {p: {"id": p.id, "set": p.eval_set} | ({"source": p.source} if p.source else {}) for p in prompts}
     counts = {group.prompt: {"correct": group.n_correct, "samples": len(group.samples)} for group in groups}
-    return [result | counts.get(prompt, {"correct": 0, "samples": 0}) for prompt, result in results.items()]
+    return [{**name, **counts.get(prompt, {"correct": 0, "samples": 0})} for prompt, name in names.items()]
 
 
 def print_response(group: Group) -> None:
