@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         if options.json is not None:
             found = {"model": str(source), "evaluation": chosen, **metrics}
-            found["problems"] = results_by_problem(dataset.heldout, groups)
+            found["problems"] = by_problem(dataset.heldout, groups)
             options.json.write_text(json.dumps(found), encoding="utf-8")
     finally:  # a full disk does not hide the figures
         for warning in episodes.take_warnings() if episodes else ():
@@ -108,7 +108,7 @@ def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     raise ConfigError(f"{run / CHECKPOINTS}: expected a complete checkpoint, found none")
 
 
-def results_by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, object]]:
+def by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[str, object]]:
     """Return what is known of each problem, in the order of the data. Without samples, all its episodes failed."""
     names = {p: {"id": p.id, "set": p.eval_set} | ({"source": p.source} if p.source else {}) for p in prompts}
     counts = {group.prompt: {"correct": group.n_correct, "samples": len(group.samples)} for group in groups}

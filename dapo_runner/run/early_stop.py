@@ -88,6 +88,5 @@ def last_step(config: Config, events: Iterable[Mapping[str, Any]]) -> int | None
 
 def early_stop_metric(config: Config) -> str:
     """Return the name of the observed metric in metrics.jsonl."""
-    settings = config.run.early_stop
-    chosen = settings.metric if settings is not None else None
+    chosen = config.run.early_stop.metric if config.run.early_stop is not None else None
     return f"eval/{chosen or f'avg@{config.evaluation.k}'}"

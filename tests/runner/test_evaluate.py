@@ -13,7 +13,7 @@ from builders import make_completion, make_config, make_group, make_prompt, make
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.commands.evaluate import print_response, results_by_problem
+from dapo_runner.commands.evaluate import by_problem, print_response
 from dapo_runner.commands.output import print_evaluations, print_rows
 from dapo_runner.evaluate import MOST_SOURCES, EvaluationError, evaluate, evaluation_metrics, pass_estimate
 from dapo_runner.logging.progress import RunConsole, make_progress
@@ -91,7 +91,7 @@ def test_evaluate_samples_with_its_own_settings_and_scores_unshaped() -> None:
     expected["pass@2"] = 2 / 3  # of the only episode that is left, pass@1
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
     results = [("w", 1, 2), ("x", 0, 2), ("y", 1, 1), ("z", 0, 0)]
-    assert results_by_problem(prompts, groups) == [
+    assert by_problem(prompts, groups) == [
         {"id": name, "set": "", "correct": correct, "samples": n} | ({} if name == "z" else {"source": "test"})
         for name, correct, n in results
     ]
