@@ -46,7 +46,7 @@ def evaluate(
 
 
 def evaluation_metrics(groups: Sequence[Group], k: int, reads_answers: bool = True) -> dict[str, float]:
-    """Return the metrics of all problems. With several evaluation sets also `SET/metric` of each. With 2 to 20 data
+    """Return the metrics of all problems. With several evaluation sets also `SET/metric` of each. With 2 to 100 data
     sources also some of them as `SOURCE/metric` or `SET/SOURCE/metric`; with more, `sources` is their number.
 
     ``reads_answers`` is False for a reward that may judge a response without extracting an answer.

@@ -29,7 +29,7 @@ LAYERS = (
     ("dapo_runner.algorithms", "dapo_runner.evaluate", "dapo_runner.run.early_stop"),
     ("dapo_runner.rollout", "dapo_runner.checkpoint"),
     ("dapo_runner.logging", "dapo_runner.tiny_model"),
-    ("dapo_runner.preflight", "dapo_runner.run.folder"),
+    ("dapo_runner.preflight", "dapo_runner.run.folder", "dapo_runner.run.frozen"),
     ("dapo_runner.run.fork",),
     ("dapo_runner.run",),
     ("dapo_runner.loop",),

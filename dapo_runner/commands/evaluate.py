@@ -46,8 +46,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         state = torch.load(source.with_name(STATE_FILE), weights_only=True)
         if state["sampler"]["cursor"]["data"] != fingerprint(dataset.train, dataset.heldout):
             raise ConfigError(
-                "data: expected the problems of the run, got others, some of which may have been trained on. To "
-                "evaluate others, name them in data.eval."
+                "data: expected the problems of the run, got others, some of which may have been trained on. Name "
+                f"others in data.eval, or {source} as model.path of a recipe with them."
             )
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     highest = max(max(prompt.token_ids, default=0) for prompt in dataset.heldout)

@@ -163,10 +163,10 @@ def _explain(item: Any, kind: type[Section]) -> str:
         return f"{key}: expected a value, got nothing"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    hint = (
-        ". A text with ': ' needs quotes" if item["type"] == "string_type" and isinstance(item["input"], dict) else ""
-    )
-    return f"{key}: expected {item['msg'].removeprefix('Input should be ')}, got {item['input']!r}{hint}"
+    expected = f"{key}: expected {item['msg'].removeprefix('Input should be ')}, got {item['input']!r}"
+    if item["type"] == "string_type" and isinstance(item["input"], dict):
+        return f"{expected}. A text with ': ' or {{ at its start needs quotes, two pairs in a shell"
+    return expected
 
 
 def _known_keys(section: tuple[str, ...], node: type[Section]) -> list[str]:

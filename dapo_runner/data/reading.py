@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, TypeVar
@@ -124,8 +124,10 @@ def _load_dataset(path: Path, subset: str | None, split: str) -> Iterator[dict[s
             f"data: expected a Hugging Face data set (a folder, or a name on the hub) with data.subset={subset!r} and "
             f"the split {split!r} (data.split, eval_split) at {path}: {reason}"
         ) from error
-    for batch in rows.with_format("arrow").iter(1000):  # images and sounds stay undecoded
-        yield from batch.to_pylist()
+    for name, kind in rows.features.items():
+        if isinstance(kind, datasets.Image | datasets.Audio | datasets.Video | datasets.Pdf):  # these stay undecoded
+            rows = rows.cast_column(name, replace(kind, decode=False))
+    yield from rows
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:

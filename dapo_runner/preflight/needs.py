@@ -122,13 +122,12 @@ def check_model(key: str, path: str) -> None:
     if not folder.is_dir() and (problem := _problem_with_hub_name(path)) is not None:
         raise ConfigError(f"{key}: expected a folder or a model of the hub, found no folder {path}, and {problem}")
     for wanted in ("config.json", "*.safetensors") if folder.is_dir() else ():
-        files = [file for file in folder.glob(wanted) if file.is_file()]  # not a broken link
-        if not files:
+        if not any(file.is_file() for file in folder.glob(wanted)):  # not a broken link
             raise ConfigError(f"{key}: expected a model in transformers' format, found no {wanted} in {path}")
-        for file in files:
-            with file.open("rb") as opened:
-                if opened.read(len(LFS)) == LFS:
-                    raise ConfigError(f"{key}: {file} is a pointer of Git LFS. Run `git lfs pull` in its folder.")
+    for file in folder.glob("model*.safetensors"):
+        with file.open("rb") as opened:
+            if opened.read(len(LFS)) == LFS:
+                raise ConfigError(f"{key}: {file} is a pointer of Git LFS. Run `git lfs pull` in its folder.")
 
 
 def _problem_with_hub_name(name: str) -> str | None:

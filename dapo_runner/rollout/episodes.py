@@ -61,7 +61,8 @@ class EpisodeRunner:
         chat = uses_chat_template(tokenizer, config.data)
         self.template = TurnTemplate(tokenizer, chat=chat, **(kwargs | {"tools": tools}))
         self.counts, self.warnings = deque[Counter[str]](), deque[str]()  # of the calls so far
-        if not self.template.shows_calls:
+        texts = f"{config.data.system}{config.data.prompt_template}"
+        if "<tool_call>" not in texts and not self.template.shows_calls:
             form = "the chat template does not show how to write <tool_call>{…}</tool_call>"
             self.warnings.append(
                 f"env.tools: {form}. Unless prompts do, or the policy has learned it, no tool is called"

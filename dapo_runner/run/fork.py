@@ -89,8 +89,8 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
     if tiny.is_dir():
         shutil.copytree(tiny, folder / TINY_MODEL, dirs_exist_ok=True)
     if frozen.is_file():
-        kept = json.loads(frozen.read_text(encoding="utf-8")).items() - {change.key for change in changes}
-        atomic_write(folder / FROZEN_FILE, json.dumps(dict(kept)))
+        others, digests = {change.key for change in changes}, json.loads(frozen.read_text(encoding="utf-8"))
+        atomic_write(folder / FROZEN_FILE, json.dumps({key: digests[key] for key in digests.keys() - others}))
     return copy_checkpoint(origin, folder / CHECKPOINTS)
 
 

@@ -273,6 +273,10 @@ def test_a_reference_or_a_base_with_other_weights_is_refused(lora: dict[str, Any
             train(changed, Notes())
     (model / "config.json").write_text(values)
     assert len(steps_of(train(config(2), Notes()), "train/loss")) == 2
+    if not lora:  # a fork may name another reference
+        other = shutil.copytree(start, tmp_path / "other")
+        loss, run = {"overrides": {"kl_coef": 0.1}, "reference": str(other)}, fork.model_dump(by_alias=True)
+        train(config_in(tmp_path, model, run=run, loss=loss), Notes())
 
 
 def test_a_fork_goes_on_as_its_run_did(source: Path, fork: Fork, tmp_path: Path) -> None:

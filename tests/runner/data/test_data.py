@@ -253,6 +253,13 @@ def test_hugging_face_folders(tmp_path: Path, how: str, monkeypatch: pytest.Monk
             load(folder, split="dev", columns=COLUMNS)
 
 
+def test_a_column_of_mixed_types_keeps_its_values(tmp_path: Path) -> None:
+    """datasets 5 stores it as JSON."""
+    (tmp_path / "set").mkdir()
+    write_rows(tmp_path / "set" / "train.jsonl", [{"q": "Why?", "a": 3}, {"q": "Where?", "a": "Paris"}])
+    assert [prompt.answer for prompt in load(tmp_path / "set", columns=COLUMNS).train] == ["3", "Paris"]
+
+
 def test_what_nobody_reads_is_not_decoded(tmp_path: Path) -> None:
     """Such as an image that is none."""
     rows = [{"q": "Why?", "a": "3", "image": {"bytes": b"none", "path": None}}]
