@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from io import TextIOWrapper
+from contextlib import suppress
 
 INTERRUPTED = 130  # exit code
 
@@ -44,8 +44,8 @@ def quiet_libraries() -> None:
 
 def print_utf8(content: bytes) -> None:
     """Print text in UTF-8, whatever the locale."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
+    with suppress(AttributeError, OSError):  # as in `main`
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     print(content.decode(errors="replace"), end="")
 
 

@@ -155,7 +155,7 @@ def _explain(item: Any, kind: type[Section]) -> str:
     if item["type"] == "extra_forbidden":
         known = _known_keys(location[:-1], kind)
         named = ELSEWHERE | {f"loss.overrides.{field}": names for field, names in FIELDS_ELSEWHERE.items()}
-        near = [key for key in every_key(kind) if location[-1] in (key.split(".")[-1], *named.get(key, ()))]
+        near = [one for one in every_key(kind) if location[-1] in (one.split(".")[-1], *named.get(one, ()))]
         near = near or difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         return f"{key}: unknown key; {hint}known keys here: {', '.join(known)}"

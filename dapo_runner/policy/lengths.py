@@ -75,8 +75,8 @@ def check_length(
 
 def refuse_quantized(key: str, model: Any) -> None:
     """Raise ConfigError if the weights of a model to train are quantized, by its configuration."""
-    if (found := getattr(model, "quantization_config", None)) is not None:
-        raise ConfigError(f"{key}: expected weights that are not quantized, got {found}. Save them in bfloat16 first.")
+    if getattr(model, "quantization_config", None) is not None:
+        raise ConfigError(f"{key}: expected weights that are not quantized (config.json). Save them in bfloat16 first.")
 
 
 @contextmanager

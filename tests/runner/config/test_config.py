@@ -29,7 +29,7 @@ from dapo_runner.config import (
     load_config,
     parse,
 )
-from dapo_runner.config.reading import every_key, may_change, section_of
+from dapo_runner.config.reading import ELSEWHERE, every_key, may_change, section_of
 from dapo_runner.config.section import Section, conditions_of, spell
 from dapo_runner.errors import ConfigError
 from dapo_runner.preflight import memory
@@ -421,6 +421,10 @@ def test_a_mistake_names_its_setting(tmp_path: Path, row: tuple[str, ...]) -> No
     overrides, key, *parts = row
     with refused(key, parts=parts):
         load(tmp_path, overrides)
+
+
+def test_what_other_libraries_call_a_setting_is_one() -> None:
+    assert ELSEWHERE.keys() <= {*every_key(Config)}
 
 
 def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
