@@ -93,8 +93,8 @@ command(
     "eval",
     "evaluate a model on held-out problems",
     argument("target", help="the folder of a run (evaluates its newest checkpoint), a checkpoint, or a recipe"),
-    argument("--show", type=int, default=0, metavar="N", help="print N scored responses"),
     argument("--json", type=Path, metavar="FILE", help="also write the metrics, and each problem, to FILE"),
+    argument("--responses", type=Path, metavar="FOLDER", help="save all responses in FOLDER, for dapo show"),
     takes="RUN|CHECKPOINT|CONFIG",
     function="evaluate:run",
 )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,13 +16,13 @@ from dapo_runner.checkpoint.files import damage_of, find_checkpoints
 from dapo_runner.checkpoint.snapshot import STATE_FILE
 from dapo_runner.commands.output import complain, print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
-from dapo_runner.config import Config, ConfigError, load_config
+from dapo_runner.config import Config, ConfigError, RolloutLogConfig, load_config
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.data.dataset import fingerprint, load_data
+from dapo_runner.data.dataset import Dataset, fingerprint, load_data
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.evaluate import evaluate
+from dapo_runner.logging.rollout_log import EVALUATIONS, RolloutLog
 from dapo_runner.logging.run_log import CHECKPOINTS
-from dapo_runner.logging.show import printable
 from dapo_runner.parallel.world import SINGLE_PROCESS
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import load_tokenizer, resolve_device
@@ -37,18 +38,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
     if (out := options.json) is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise ConfigError(f"--json: expected a file in a folder that can be written to, got {out}")
+    if (folder := options.responses) is not None and (folder.exists() or not os.access(folder.parent, os.W_OK)):
+        raise ConfigError(f"--responses: expected a new folder in one that can be written to, got {folder}")
     config, source = _target(options.target, overrides)
     tokenizer = load_tokenizer(source, config.model)
-    dataset = load_data(config, tokenizer, trains=False)
-    if not dataset.heldout:
-        raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
-    if isinstance(source, Path) and not config.data.eval:
-        state = torch.load(source.with_name(STATE_FILE), weights_only=True)
-        if state["sampler"]["cursor"]["data"] != fingerprint(dataset.train, dataset.heldout):
-            raise ConfigError(
-                "data: expected the problems of the run, got others, some of which may have been trained on. Name "
-                f"others in data.eval, or {source} as model.path of a recipe with them."
-            )
+    dataset = _load_problems(config, source, tokenizer)
     setting = "evaluation.max_response_tokens and rollout.max_response_tokens"
     highest = max(max(prompt.token_ids, default=0) for prompt in dataset.heldout)
     check_length("model.path", source, config.model, config.longest_sequence, setting, highest)
@@ -68,13 +62,30 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             found = {"model": str(source), "evaluation": chosen, **metrics}
             found["problems"] = by_problem(dataset.heldout, groups)
             options.json.write_text(json.dumps(found), encoding="utf-8")
+        if folder is not None:
+            folder.mkdir()
+            RolloutLog(folder / EVALUATIONS, RolloutLogConfig(groups=None)).write(0, groups)
+            complain(f"responses: dapo show {folder} --eval --step 0")
     finally:  # a full disk does not hide the figures
         for warning in episodes.take_warnings() if episodes else ():
             complain(warning)
-        for group in groups[: options.show]:
-            print_response(group)
         print_evaluations(str(source), {"held-out": {f"eval/{k}": v for k, v in metrics.items()}})
     return 0
+
+
+def _load_problems(config: Config, source: str | Path, tokenizer: Any) -> Dataset:
+    """Return the data set. Raises ConfigError for a run if its held-out problems are others than in training."""
+    dataset = load_data(config, tokenizer, trains=False)
+    if not dataset.heldout:
+        raise ConfigError("data.eval_size: expected at least one held-out problem, got none")
+    if isinstance(source, Path) and not config.data.eval:
+        state = torch.load(source.with_name(STATE_FILE), weights_only=True)
+        if state["sampler"]["cursor"]["data"] != fingerprint(dataset.train, dataset.heldout):
+            raise ConfigError(
+                "data: expected the problems of the run, got others, some of which may have been trained on. Name "
+                f"others in data.eval, or {source} as model.path of a recipe with them."
+            )
+    return dataset
 
 
 def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
@@ -113,10 +124,3 @@ def by_problem(prompts: Sequence[Prompt], groups: Sequence[Group]) -> list[dict[
     names = {p: {"id": p.id, "set": p.eval_set} | ({"source": p.source} if p.source else {}) for p in prompts}
     counts = {group.prompt: {"correct": group.n_correct, "samples": len(group.samples)} for group in groups}
     return [{**name, **counts.get(prompt, {"correct": 0, "samples": 0})} for prompt, name in names.items()]
-
-
-def print_response(group: Group) -> None:
-    sample = group.samples[0]
-    verdict = f"{'correct' if sample.correct else 'incorrect'}, reward {sample.reward:+g}"
-    print(printable(f"--- {verdict}, expected {group.prompt.answer}, extracted {sample.verdict.extracted}"))
-    print(printable(f"{group.prompt.text}{sample.completion.transcript}"))

@@ -31,7 +31,8 @@ from dapo_runner.commands import doctor
 from dapo_runner.config import load_config
 from dapo_runner.interrupt import StepAbandonedError
 from dapo_runner.logging.metrics import METRICS_FILE, MetricsLog
-from dapo_runner.logging.rollout_log import ROLLOUTS
+from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS
+from dapo_runner.logging.show import load_step
 from dapo_runner.loop import train
 from dapo_runner.preflight.needs import check_needs
 from dapo_runner.rewards.calls import RewardError
@@ -166,7 +167,7 @@ def test_mistakes_are_one_line_and_code_two(
 
 def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, newest = (run / "checkpoints" / f"step_00000{step}" for step in (1, 2))
-    figures, last = evaluate(dapo, tmp_path, run, "--show", "2"), events_of(run, "eval")[-1]
+    figures, last = evaluate(dapo, tmp_path, run, "--responses", tmp_path / "saved"), events_of(run, "eval")[-1]
     logged = {key.removeprefix("eval/"): value for key, value in last.items() if key.startswith("eval/")}
     problems = figures.pop("problems")
     assert len({problem["id"] for problem in problems}) == len(problems) == logged.pop("problems") == 10
@@ -177,8 +178,15 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     assert figures == {"model": str(newest / "model"), **logged}
     assert re.search(r"evaluation: 10\D+2\D+16\D+temperature 1\.0\D+top_p 1\.0\D+1234$", dapo.err, re.MULTILINE)
     assert "10 held-out" in dapo.err  # and which rows were left out
-    assert dapo.out.count("--- ") == 2
     assert f"{figures['avg@2']:.1%}" in dapo.out
+    saved, of_run = (
+        load_step(folder, step, EVALUATIONS).groups for folder, step in ((tmp_path / "saved", 0), (run, 2))
+    )
+    assert saved == of_run
+    assert [(group["prompt"]["id"], sum(sample["correct"] for sample in group["samples"])) for group in saved] == [
+        (problem["id"], problem["correct"]) for problem in problems
+    ]
+    dapo.refuses("--responses", "eval", run, "--responses", tmp_path / "saved")
     figures = evaluate(dapo, tmp_path, first, "evaluation.k=3")
     assert figures["model"] == str(first / "model")
     assert 0 <= figures["avg@3"] <= figures["pass@3"] <= 1
