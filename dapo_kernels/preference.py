@@ -326,11 +326,11 @@ class PairCall:
         loss = torch.where(counts, losses, 0.0).sum().to(logprobs.dtype)
         logprobs = torch.where(live, logprobs.detach(), 0.0)
         entropy = None if entropy is None else torch.where(live, entropy.detach(), 0.0)
-        rewards = (self.loss.beta * log_ratios.detach()).to(logprobs.dtype)
+        rewards = self.loss.beta * log_ratios.detach()
         metrics = self._metrics(rewards, logprobs, entropy)
         shape = self.layout.shape
         entropy = None if entropy is None else entropy.view(shape)
-        return PreferenceOutput(loss, rewards, logprobs.view(shape), entropy, metrics)
+        return PreferenceOutput(loss, rewards.to(logprobs.dtype), logprobs.view(shape), entropy, metrics)
 
     def _over_sequences(self, values: Tensor) -> Tensor:
         """Return sums over live tokens, float64 [S]. The log-probs of a long response add up to about −10⁴, and a

@@ -76,7 +76,7 @@ _ROWS: dict[str, tuple[Any, ...]] = {
         *("group_std", {"loss.objective": "dapo"}, PAIRS, ONE_UPDATE),
     ),
     "on_policy_distillation": (
-        "Agarwal et al. 2023 (GKD), arXiv 2306.13649, eq. 1, §3; Gu et al. 2023 (MiniLLM), arXiv 2306.08543",
+        "Agarwal et al. 2023 (GKD), arXiv 2306.13649, eq. 1, §3",
         *("group_std", {"loss.objective": "dapo", "distillation.beta": 1.0}, ONE_UPDATE),
     ),
     "spo_chain": ("Guo et al. 2025, arXiv 2505.23564, §4, App. H", "group_std", SPO, CHAIN),

@@ -79,6 +79,7 @@ MISMATCH = (
     Metric("train/rollout_truncated", "truncated", ORANGE),
     Metric("train/rollout_unknown", "unknown", GREY),
 )
+IMPLICIT_REWARD = (Metric("train/reward_chosen", "chosen", BLUE), Metric("train/reward_rejected", "rejected", ORANGE))
 SECONDS = (
     Metric("time/rollout", "rollout", ORANGE),
     Metric("time/update", "update", BLUE),
@@ -102,7 +103,8 @@ PANELS = (
     Panel("Truncated responses", "share of all generated", (Metric("sampling/truncated", "truncated"),), share=True),
     ENTROPY,
     Panel("Mean generation probability", "of sampled tokens", (Metric("batch/generation_prob", "probability"),)),
-    Panel("Loss", "mean of the updates", (Metric("train/loss", "loss"),)),
+    Panel("Loss", "mean of the updates", (Metric("train/loss", "loss", BLUE, "loss", "{:.4f}"),)),
+    Panel("Implicit reward of pairs", "nats", IMPLICIT_REWARD),
     Panel("KL divergence", "nats per token", KL),
     Panel("Clipped tokens", "share of tokens", CLIPS),
     Panel("Dynamic sampling", "share of groups generated", GROUPS, share=True, stacked=True),
@@ -138,10 +140,10 @@ def step_name(panels: Collection[Panel]) -> str:
 
 
 def console_metrics(keys: Collection[str]) -> list[Metric]:
-    """Return the metrics of a progress line, in order. Of groups, only the share that the filter accepts."""
-    hidden = "sampling/mixed" if "sampling/varying_reward" in keys else ""
+    """Return the metrics of a progress line, in order: no loss of a policy, and of groups the accepted share."""
+    replaced = {"train/loss": "train/approx_kl", "sampling/mixed": "sampling/varying_reward"}
     curves = (curve for panel in panels_of(keys) for curve in panel.curves if curve.key in keys)
-    return [curve for curve in curves if curve.console and curve.key != hidden]
+    return [curve for curve in curves if curve.console and replaced.get(curve.key) not in keys]
 
 
 def title_and_unit(key: str) -> tuple[str, str]:

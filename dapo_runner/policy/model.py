@@ -342,7 +342,7 @@ def _checkpoint(config: ModelConfig, layer: Callable[..., T], *arguments: Any) -
 @torch.no_grad()
 def check_policy(policy: Policy) -> None:
     """Run a few tokens. Raise ConfigError if the architecture does not support packing, shared prefixes or the loss."""
-    name, config = type(policy.model).__name__, policy.model.config
+    name, config, path = type(policy.model).__name__, policy.model.config, policy.model.name_or_path
     vocab_size = config.get_text_config(decoder=True).vocab_size
 
     def hidden_of(ids: Tensor, lengths: list[int]) -> Tensor:
@@ -357,7 +357,7 @@ def check_policy(policy: Policy) -> None:
     try:
         if not (hidden := hidden_of(ids, [len(ids)])).isfinite().all():
             raise ValueError(
-                f"weights of {config.name_or_path} that are not finite, or overflow in model.dtype. To go on from an "
+                f"weights of {path} that are not finite, or overflow in model.dtype. To go on from an "
                 "earlier checkpoint, set run.from=RUN@STEP and a smaller optimizer.lr"
             )
         if not is_packable(hidden_of, vocab_size):
@@ -368,6 +368,6 @@ def check_policy(policy: Policy) -> None:
             raise ValueError(f"{name} scales its logits")
         check_logits(policy.model, hidden, logits)
     except (ValueError, TypeError, AttributeError) as error:  # some models pass no options to their attention
-        raise ConfigError(f"model.path: requires finite weights and packed attention, got {name}: {error}") from error
+        raise ConfigError(f"model.path: requires finite weights and packing, got {name} of {path}: {error}") from error
     if policy.routing is not None:
         policy.routing.check(lambda: hidden_of(ids, [len(ids)]), n_positions=len(ids))

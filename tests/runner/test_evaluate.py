@@ -13,7 +13,7 @@ from builders import make_completion, make_config, make_group, make_prompt, make
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_runner.commands.evaluate import by_problem, print_response
+from dapo_runner.commands.evaluate import by_problem
 from dapo_runner.commands.output import print_evaluations, print_rows
 from dapo_runner.evaluate import MOST_SOURCES, EvaluationError, evaluate, evaluation_metrics, pass_estimate
 from dapo_runner.logging.progress import RunConsole, make_progress
@@ -170,9 +170,3 @@ def test_names_of_the_user_are_no_markup(capsys: pytest.CaptureFixture[str]) -> 
     make_progress("plain", RunConsole()).evaluation(1, figures)
     out = capsys.readouterr().out
     assert [out.count(name) for name in (*names, "/data/[v1]/a[/b].jsonl", "[b] before")] == [3, 3, 2, 1]
-
-
-def test_what_a_model_wrote_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    print_response(group_of("\x1b[2J "))
-    assert "\x1b" not in (out := capsys.readouterr().out)
-    assert "[2J" in out

@@ -108,7 +108,7 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
     """Return the columns of a row with common names, or None for a judge's verdicts. Raises ValueError."""
     if "messages" in row:
         return SftColumnsConfig(messages="messages")
-    if {"prompt", "completion"} <= row.keys():
+    if {"prompt", "completion"} <= row.keys() and "label" not in row:  # KTO: false marks what not to learn
         return SftColumnsConfig()
     if row.keys() >= VERDICT_COLUMNS:
         return None

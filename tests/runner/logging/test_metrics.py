@@ -26,7 +26,7 @@ from dapo_runner.errors import ConfigError
 from dapo_runner.files import append_jsonl, read_jsonl
 from dapo_runner.logging import speed
 from dapo_runner.logging.curves import collect, time_events
-from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, title_and_unit
+from dapo_runner.logging.metric_table import PANELS, SUPERVISED_PANELS, console_metrics, title_and_unit
 from dapo_runner.logging.metrics import (
     METRICS_FILE,
     TIMINGS_FILE,
@@ -294,6 +294,12 @@ def test_console_and_picture_show_the_groups_that_the_filter_accepts(
     assert labels[label] == share
 
 
+def test_the_console_shows_a_loss_that_falls_and_not_that_of_a_policy() -> None:
+    distillation = {"batch/reward", "train/loss"}
+    for keys, shown in ((distillation, True), (distillation | {"train/approx_kl"}, False)):
+        assert ("loss" in {metric.console for metric in console_metrics(keys)}) == shown
+
+
 # The picture
 
 TRAIN_KEYS = [curve.key for panel in PANELS for curve in panel.curves if not curve.key.startswith("eval/")]
@@ -323,6 +329,12 @@ def test_each_of_several_rewards_has_a_panel_after_the_reward_that_they_make() -
     assert (above.get_title(loc="left"), below.get_title(loc="left")) == ("Reward", "Reward: brief")
     assert [list(line.get_ydata()) for line in below.lines] == [[1.0], [0.5]]
     assert [text.get_text() for text in below.get_legend().get_texts()] == ["mean", "deviation in a group"]
+
+
+def test_preference_training_has_a_panel_of_its_own() -> None:
+    figures = {"step": 0, "train/reward_chosen": 0.2, "train/reward_rejected": -0.1}
+    (ax,) = draw(collect([figures]), "run").axes
+    assert [list(line.get_ydata()) for line in ax.lines] == [[0.2], [-0.1]]
 
 
 def test_empty_panels_are_left_out_and_a_stack_survives_steps_that_generated_nothing() -> None:
