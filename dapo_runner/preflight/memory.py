@@ -19,7 +19,7 @@ from dapo_runner.policy.routing import N_EXPERTS
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # at least the vocabulary of the tiny model
 GPUS_OF_A_MACHINE = 8  # assumed in estimates
-CRITIC = "critic's weights and AdamW moments"
+CRITIC = "critic's weights and optimizer states"
 SENT = "weights for the servers"  # rank 0's copy if they are sent by NCCL
 BESIDE = ("reference weights", "reference's float32 average", CRITIC, SENT)  # in all phases; not part of a simulation
 FLOAT32 = 4  # bytes per value of master weights, gradients and AdamW moments
@@ -199,12 +199,13 @@ def _states(config: Config, shape: ModelShape) -> dict[str, float]:
     lora, gpus, is_rounded = config.model.lora, config.parallel.gpus, BYTES[config.model.dtype] != FLOAT32
     trained = (shape.parameters if lora is None else shape.adapter_parameters(lora)) * FLOAT32
     shards, keeps_average = -(-gpus // config.parallel.replicate), is_rounded and config.loss.reference_ema is not None
+    critic = _critic_parameters(config, shape)
     return {
         "float32 masters": trained if gpus == 1 and (is_rounded or config.optimizer.offload) else 0,
         "gradients": trained / shards,
         "AdamW moments": 2 * trained / shards,
         "reference's float32 average": shape.parameters * FLOAT32 / shards if keeps_average else 0,
-        CRITIC: 3 * FLOAT32 * _critic_parameters(config, shape) / shards,
+        CRITIC: (3 * FLOAT32 * critic + max(0, FLOAT32 * critic - trained)) / shards,
     }
 
 
@@ -227,7 +228,7 @@ def _activations(config: Config, shape: ModelShape) -> int:
 
 
 def _critic_parameters(config: Config, policy: ModelShape) -> int:
-    """Return the parameters of a critic. Its gradients and activations reuse the policy's memory."""
+    """Return the parameters of a critic. Its activations, and as many gradients, reuse the policy's memory."""
     return 0 if config.critic is None else _parameters_of(config.critic.path, policy)
 
 

@@ -63,6 +63,8 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
             f"run.from: expected the model, the data and the seed of {source}, which its checkpoint belongs to, got "
             f"{'; '.join(refused)}; to train its weights on something else, name {found[step].model} as model.path"
         )
+    if before.get("critic.lr") is None and config.critic and 0 < (until := config.critic.warmup_steps) <= step:
+        raise ConfigError(f"critic.warmup_steps: expected 0, or more than the {step} steps of run.from, got {until}")
     return found[step], changes
 
 

@@ -341,6 +341,7 @@ def test_a_fork_that_never_began_does_not_bind_the_next(source: Path, fork: Fork
         ({"run": {"from": "SOURCE@9"}}, "run.from", "1, 2, 3, 4, 5, 6"),
         ({"run": {"steps": 4}}, "run.steps", "run.from"),
         ({"run": {"seed": 7}}, "run.from", "run.seed: 0 → 7"),
+        ({"advantage": {"kind": "gae"}, "critic": {"warmup_steps": 4}}, "critic.warmup_steps", "4 steps of run.from"),
         ({"data": {"template": "{question} ="}}, "run.from", "step_000004/model"),
         ({"model": {"dtype": "bfloat16"}}, "run.from", "model.dtype"),
     ],

@@ -296,7 +296,14 @@ def test_memory_counts_a_critic_and_a_reference() -> None:
     before, after = memory_estimate(plain, shape), memory_estimate(ppo, shape)
     more = {what: size // shape.parameters for what, size in after.items() if what not in before}
     # bfloat16: weights, float32 masters and two moments; the rounded reference and its average.
-    assert more == {"reference weights": 2, "reference's float32 average": 4, "critic's weights and AdamW moments": 14}
+    assert more == {
+        "reference weights": 2,
+        "reference's float32 average": 4,
+        "critic's weights and optimizer states": 14,
+    }
+    adapted = memory_estimate(ppo.model_copy(update={"model": make_config(model={"lora": {}}).model}), shape)
+    # The gradients of adapters leave no room for those of a critic.
+    assert sum(adapted[what] for what in ("gradients", memory.CRITIC)) == 18 * shape.parameters
 
 
 # What is refused
