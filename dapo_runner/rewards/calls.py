@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import reprlib
 import signal
 import threading
@@ -56,12 +55,11 @@ class CallingReward:
         self.name, self.config, self.concurrency = name, config, config.calls.concurrency or concurrency
         self.counts = Counter({"calls": 0, "retried": 0, "failed": 0})
 
-    def run_calls(self, calls: Sequence[Call]) -> list[Any]:
+    def run_calls(self, calls: Sequence[Call], allowed: int) -> list[Any]:
         """Return the result of each call, or its error after all retries.
 
-        Raises RewardError if calls for more prompts fail than allowed, and a call's ConfigError immediately.
+        Raises RewardError if calls for more than ``allowed`` prompts fail, and a call's ConfigError immediately.
         """
-        allowed = math.ceil(self.config.calls.max_failed * len({call.index for call in calls}))
         failed: set[int] = set()
         key = f"reward.calls.max_failed={self.config.calls.max_failed:g}: " if allowed else ""
 

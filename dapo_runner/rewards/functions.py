@@ -49,14 +49,14 @@ class FunctionReward(CallingReward):
         self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         super().__init__(name, config, ASYNC_CALLS if self.is_async else 1)
 
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], allowed: int) -> Verdicts:
         parts = [[samples] if self.takes_batch else [[one] for one in samples] for samples in completions]
         calls = [
             Call(index, prompt, part[0], partial(self._judge_part, prompt, part), len(part))
             for index, prompt in enumerate(prompts)
             for part in parts[index]
         ]
-        results = iter(self.run_calls(calls))
+        results = iter(self.run_calls(calls, allowed))
         found = [[next(results) for _ in per_prompt] for per_prompt in parts]
         return [first_error(per_prompt) or list(chain.from_iterable(per_prompt)) for per_prompt in found]
 

@@ -163,7 +163,7 @@ class Judge(CallingReward):
             yes = self.settings.answers[0]
             raise ConfigError(f"reward.judge.answers: expected {yes} for a right response, got it for a wrong one only")
 
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], allowed: int) -> Verdicts:
         pairs = zip(prompts, completions, strict=True)
         questions = [[self._question(prompt, completion) for completion in samples] for prompt, samples in pairs]
         submitted: dict[Question, About] = {}
@@ -171,7 +171,7 @@ class Judge(CallingReward):
             for question, completion in zip(row, completions[index], strict=True):
                 if question.response and self.known.get(question) is None:
                     submitted.setdefault(question, (index, prompts[index], completion))
-        failures = self._ask_all(submitted) if submitted else {}
+        failures = self._ask_all(submitted, allowed) if submitted else {}
         return [first_error(map(failures.get, row)) or list(map(self._verdict, row)) for row in questions]
 
     def release(self) -> None:
@@ -182,7 +182,7 @@ class Judge(CallingReward):
     def questioner(self) -> Questioner:
         return Questioner(self.settings, () if self.model is None else special_tokens(self.model.tokenizer))
 
-    def _ask_all(self, submitted: Mapping[Question, About]) -> dict[Question, RewardError]:
+    def _ask_all(self, submitted: Mapping[Question, About], allowed: int) -> dict[Question, RewardError]:
         """Ask the questions and save the judgements, also if one fails. Return the failures that are allowed."""
         votes = max(1, self.settings.votes)
         answers: dict[Question, list[float | None]] = {question: [] for question in submitted}
@@ -193,8 +193,8 @@ class Judge(CallingReward):
         try:
             if self.model is None:
                 tries = [(question, vote) for question in submitted for vote in range(votes)]
-                results = self.run_calls([Call(*submitted[one], partial(ask, one, vote)) for one, vote in tries])
-                found = zip(tries, results, strict=True)
+                calls = [Call(*submitted[one], partial(ask, one, vote)) for one, vote in tries]
+                found = zip(tries, self.run_calls(calls, allowed), strict=True)
                 return {question: failed for (question, _), failed in found if isinstance(failed, RewardError)}
             try:
                 results = self.model([self.questioner.messages(question) for question in submitted])

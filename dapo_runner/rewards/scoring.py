@@ -6,6 +6,7 @@ Dynamic sampling uses ``Verdict.correct`` unless `sampler.filter_groups` is `rew
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ class TextReward(NamedTuple):
     column: str | None = None  # of the row, in place of the ground truth
     whole: bool = False  # whether it reads what comes before the last </think>
 
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], *_: object) -> Verdicts:
         texts = [one.text if self.whole else one.text.rpartition("</think>")[2] for many in completions for one in many]
         truths = [rules.forms_of(p.answer)[-1] if self.column is None else p.row[self.column] for p in prompts]
         answers = [truth for truth, samples in zip(truths, completions, strict=True) for _ in samples]
@@ -139,9 +140,15 @@ class Scorer:
         unscored = [[one for one in found if one.environment_reward is None] for found in completions]
         indices = [index for index, found in enumerate(unscored) if found]
         judged = [prompts[index] for index in indices], [unscored[index] for index in indices]
+        allowed = math.ceil(self.config.calls.max_failed * len(prompts)) if self.shaped else 0
         with self._lock:
-            verdicts = [self._judge(label, *judged) for label in self.rewards] if indices else []
+            verdicts = [self._judge(label, *judged, allowed) for label in self.rewards] if indices else []
         by_index = dict(zip(indices, zip(*verdicts, strict=True), strict=True))
+        failed = [error for found in by_index.values() if (error := first_error(found)) is not None]
+        if len(failed) > allowed:  # of all rewards together
+            raise RewardError(f"reward.calls.max_failed={self.config.calls.max_failed:g}: {failed[0]}") from failed[0]
+        if failed:
+            self._warnings.append(f"{len(failed)} of {len(prompts)} prompts are left out: {failed[0]}")
         pairs = enumerate(zip(prompts, completions, strict=True))
         return [self._group(prompt, found, *by_index.get(index, ())) for index, (prompt, found) in pairs]
 
@@ -166,15 +173,10 @@ class Scorer:
         self._warnings.clear()
         return warnings
 
-    def _judge(self, label: str, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> Verdicts:
+    def _judge(self, label: str, *judged: Any) -> Verdicts:
         start = time.perf_counter()
-        verdicts = self.rewards[label].judge(prompts, completions)
+        verdicts = self.rewards[label].judge(*judged)
         self._seconds[label] += time.perf_counter() - start
-        failures = [found for found in verdicts if isinstance(found, RewardError)]
-        if failures and not self.shaped:
-            raise failures[0]
-        if failures:
-            self._warnings.append(f"{len(failures)} of {len(prompts)} prompts are left out: {failures[0]}")
         return verdicts
 
     def _group(self, prompt: Prompt, completions: Sequence[Completion], *verdicts: Any) -> Group | None:

@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,30 @@ def test_requests_go_on_after_an_exit() -> None:
     with pytest.raises(SystemExit):
         http.start(leave()).result(20)
     assert http.start(asyncio.sleep(0, 7)).result(20) == 7
+
+
+@pytest.mark.parametrize(("lost", "is_allowed"), [([[0, 1], [1, 0]], True), ([[0, 1], [1, 2]], False)])
+def test_prompts_that_all_parts_lose_count_together(
+    config_of: MakeConfig, lost: list[list[int]], is_allowed: bool
+) -> None:
+    """Of three prompts two may be lost."""
+    given = "(prompt, completion): return 1.0 / (prompt.row['number'] not in"
+    body = f"def one{given} {lost[0]})\ndef two{given} {lost[1]})\n"
+    parts, calls = [{"use": "one"}, {"use": "two"}], {"retries": 0, "max_failed": 0.5}
+    scorer = Scorer(config_of(body, parts=parts, calls=calls))
+    with nullcontext() if is_allowed else refused("reward.calls.max_failed=0.5", RewardError):
+        assert [group and group.prompt.id for group in scorer(*batch(3, 1))] == [None, None, "p2"]
+    assert [warning[:6] for warning in scorer.take_warnings()] == ["2 of 3"] * is_allowed
+
+
+def test_an_evaluation_ends_at_its_first_failure_and_names_no_setting(config_of: MakeConfig) -> None:
+    config = config_of(
+        "called = []\ndef reward(prompt, completion): called.append(1); 1 / 0",
+        calls={"retries": 0, "max_failed": 0.9},
+    )
+    with pytest.raises(RewardError, match=r"^reward \w+:reward: ZeroDivisionError"):
+        Scorer(config).unshaped()(*batch(9, 1))
+    assert len(module_of(config).called) == 1
 
 
 PARTS = """

@@ -234,6 +234,15 @@ def test_a_request_that_fails_is_never_a_reward_of_0_and_not_saved(what: str, tm
         over.set()
 
 
+def test_known_verdicts_do_not_change_how_many_prompts_may_fail() -> None:
+    """After a kill a step asks again only what failed."""
+    with FakeAPI(lambda body: (500, b"no", {}) if asked(body, "problem") in ("q1", "q2") else by_response(body)) as api:
+        scorer = Scorer(at(api, calls={"retries": 0, "max_failed": 0.5}))
+        for _ in range(2):
+            groups = scorer(*batch("0.8", "0.7", prompts=4))
+            assert [group and group.prompt.id for group in groups] == ["p0", None, None, "p3"]
+
+
 FILTERED = {"choices": [{"message": {"content": None}, "logprobs": {"content": None}}]}
 
 
