@@ -82,8 +82,8 @@ def _read_verdict(result: Any, config: RewardConfig) -> Verdict:
         return Verdict(result)
     if isinstance(result, int | float):
         result = Verdict(result > (config.correct + config.incorrect) / 2, value=float(result))
-    if not isinstance(result, Verdict):
-        raise TypeError(f"expected a dapo_runner.types.Verdict, a number or a bool, got {type(result).__name__}")
+    if not isinstance(result, Verdict) or result.correct not in (True, False):
+        raise TypeError(f"expected a number, a bool or a Verdict with True or False as correct, got {result!r:.200}")
     value = None if result.value is None else float(result.value)
     if value is not None and not math.isfinite(value):
         raise ValueError(f"expected a finite reward, got {value}")

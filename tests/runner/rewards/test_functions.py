@@ -146,7 +146,10 @@ FAILURES = {  # what a function does, and what the message has of it
     "return [1.0]": ("ValueError", "2", "1"),
     "return [1.0, float('nan')]": ("ValueError", "nan"),
     "return [Verdict(True, value=float('inf'))] * 2": ("ValueError", "inf"),
-    "return [True, '1.0']": ("TypeError", "Verdict", "str"),
+    "return [True, '1.0']": ("TypeError", "Verdict", "'1.0'"),
+    "return [True, Verdict(0.1)]": ("TypeError", "correct=0.1"),  # a score in the first field, which is no score
+    "return [True, Verdict('no')]": ("TypeError", "correct='no'"),
+    "return [True, Verdict(None)]": ("TypeError", "correct=None"),
     "return 'ab'": ("TypeError", "str"),
     "return {1.0, 2.0}": ("TypeError", "set"),
     "return 1.0": ("TypeError", "float"),
