@@ -174,10 +174,6 @@ class Judge(CallingReward):
         failures = self._ask_all(submitted, allowed) if submitted else {}
         return [first_error(map(failures.get, row)) or list(map(self._verdict, row)) for row in questions]
 
-    def release(self) -> None:
-        if self.model is not None:
-            self.model.release()
-
     @cached_property
     def questioner(self) -> Questioner:
         return Questioner(self.settings, () if self.model is None else special_tokens(self.model.tokenizer))

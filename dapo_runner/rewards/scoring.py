@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from dapo_runner.config import Config, ConfigError, RewardConfig
@@ -77,9 +78,10 @@ def reads_answers(config: RewardConfig) -> bool:
 def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:
     """Return a warning if a rule rejects ground truths of the training set or an evaluation set as answers.
 
-    Raises ConfigError if it rejects all that train, or `code` or `json` one. Environments and distillation need none.
+    Raises ConfigError if it rejects all that train, or `code` or `json` one. Environments, distillation and later parts
+    of weight 0 need none.
     """
-    reward, use, needs_all = config.reward, config.reward.uses[0], config.distillation is None
+    reward, needs_all = config.reward, config.distillation is None
     checked = [] if config.env else [*prompts, *(prompt for prompt in heldout if prompt.eval_set)]
     needed = [prompt for prompt in checked if prompt.answer or needs_all]
     every = [] if config.env else list(dict.fromkeys(prompt.answer for prompt in (*needed, *heldout)))
@@ -87,22 +89,26 @@ def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequ
         open_rule("json", reward.workers, reward.rule_timeout).judge_texts(["{}"] * len(every), every)
     for answer in every if "code" in reward.uses else ():
         read_tests(answer)
-    rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
+    uses = {f"reward.parts.{n}.use": part.use for n, part in enumerate(reward.parts) if part.weight or n == 0}
+    uses, warnings = uses or {"reward.kind": reward.kind}, list[str]()
     forms = {prompt.answer: rules.forms_of(prompt.answer)[-1] for prompt in needed}
-    rejected = {answer for answer, form in forms.items() if not rule(response.format(form), form).correct}
-    encoded = {"dapo": ('{"', '["'), "math": ('{"',)}.get(use, ())  # only a response in JSON would be correct
-    rejected |= {answer for answer, form in forms.items() if form.startswith(encoded)}
-    key, warnings = "reward.parts.0.use" if reward.parts else "reward.kind", list[str]()
-    for name in ("", *config.data.eval):
+    rejected = {(use, answer) for use in uses.values() for answer, form in forms.items() if not _can_match(use, form)}
+    for (key, use), name in product(uses.items(), ("", *config.data.eval)):
         answers = [prompt.answer for prompt in needed if prompt.eval_set == name]
-        unmatched = [answer for answer in answers if answer in rejected]
+        unmatched = [answer for answer in answers if (use, answer) in rejected]
         noun = f"problems of data.eval.{name}" if name else "training problems"
         some = f"{len(unmatched)} of {len(answers)} {noun}, e.g. {', '.join(map(repr, unmatched[:3]))}"
         warning = f"{key}: expected a rule that can match the ground truth, got {use}, which cannot for {some}"
         if len(unmatched) == len(answers) > 0 and not name:
             raise ConfigError(f"{warning}. Choose another rule, or set data.columns.")
-        warnings += [f"{warning}. Responses to these count as incorrect."] if unmatched else []
+        warnings += [f"{warning}. It counts responses to these as incorrect."] if unmatched else []
     return "\n".join(warnings) or None
+
+
+def _can_match(use: str, answer: str) -> bool:
+    rule, response = _RULES.get(use, (lambda *_: Verdict(True), ""))
+    encoded = {"dapo": ('{"', '["'), "math": ('{"',)}.get(use, ())  # only a response in JSON would be correct
+    return rule(response.format(answer), answer).correct and not answer.startswith(encoded)
 
 
 class Scorer:
@@ -147,15 +153,14 @@ class Scorer:
         failed = [error for found in by_index.values() if (error := first_error(found)) is not None]
         if len(failed) > allowed:  # of all rewards together
             raise RewardError(f"reward.calls.max_failed={self.config.calls.max_failed:g}: {failed[0]}") from failed[0]
-        if failed:
-            self._warnings.append(f"{len(failed)} of {len(prompts)} prompts are left out: {failed[0]}")
+        self._warnings += [f"{len(failed)} of {len(prompts)} prompts are left out: {failed[0]}"] if failed else []
         pairs = enumerate(zip(prompts, completions, strict=True))
         return [self._group(prompt, found, *by_index.get(index, ())) for index, (prompt, found) in pairs]
 
     def release(self) -> None:
         """Release GPU memory before the policy trains."""
-        if self.judge is not None:
-            self.judge.release()
+        if self.judge is not None and self.judge.model is not None:
+            self.judge.model.release()
 
     def take_counts(self) -> dict[str, float]:
         """Return the counts of each reward since the last call and, with several rewards, the seconds of each."""
@@ -169,9 +174,7 @@ class Scorer:
 
     def take_warnings(self) -> list[str]:
         """Return warnings about left-out prompts since the last call."""
-        warnings = list(self._warnings)
-        self._warnings.clear()
-        return warnings
+        return [self._warnings.pop(0) for _ in range(len(self._warnings))]
 
     def _judge(self, label: str, *judged: Any) -> Verdicts:
         start = time.perf_counter()

@@ -330,6 +330,23 @@ def test_evaluation_sets_are_checked_like_the_training_set() -> None:
     assert unmatchable_answers(config, train, [differs]) is None  # cut from the training file, which fits
 
 
+def test_every_part_whose_verdicts_count_is_checked() -> None:
+    config = {"parts": [{"use": "json:loads"}, {"use": "integer", "weight": 0.5}, {"use": "choice", "weight": 0}]}
+    one, other = make_prompt("0", answer="5"), make_prompt("1", answer="B")
+    warning = unmatchable_answers(make_config(reward=config), [one, other]) or ""
+    assert "reward.parts.1.use" in warning
+    assert "1 of 2" in warning
+    assert "choice" not in warning
+    with refused("reward.parts.1.use"):
+        unmatchable_answers(make_config(reward=config), [other])
+    first = {"parts": [{"use": "choice", "weight": 0}, {"use": "dapo"}, {"use": "dapo", "name": "again"}]}
+    with refused("reward.parts.0.use"):  # decides correctness
+        unmatchable_answers(make_config(reward=first), [one])
+    twice, inches = make_config(reward={"parts": first["parts"][1:]}), make_prompt(answer="inches")
+    lines = (unmatchable_answers(twice, [one, inches]) or "").splitlines()
+    assert [line[:18] for line in lines] == ["reward.parts.0.use", "reward.parts.1.use"]
+
+
 def test_each_distinct_ground_truth_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = Counter[str]()
 
