@@ -143,6 +143,6 @@ class RewardConfig(Section):
     def checks(self) -> Iterator[Check]:
         yield "kind", self.kind in RULES or ":" in self.kind, f"one of {', '.join(RULES)} or module:function"
         yield "correct", self.correct > self.incorrect, f"more than incorrect={self.incorrect:g}"
-        yield "judge", ("judge" in self.uses) == (self.judge is not None), "a section if a reward is judge, else null"
-        labels = [part.label for part in self.parts]
-        yield "parts", len(set(labels)) == len(labels), f"a different name for each, have {', '.join(labels)}"
+        yield "judge", self.uses.count("judge") == (self.judge is not None), "a section for exactly one judge, or null"
+        names = [name for part in self.parts for name in (part.label, f"{part.label}_std")]
+        yield "parts", len(set(names)) == len(names), f"a different name for each metric, have {', '.join(names)}"
