@@ -76,10 +76,9 @@ def reads_answers(config: RewardConfig) -> bool:
 
 
 def unmatchable_answers(config: Config, prompts: Sequence[Prompt], heldout: Sequence[Prompt] = ()) -> str | None:
-    """Return a warning if a rule rejects ground truths of the training set or an evaluation set as answers.
+    """Return a warning if the first rule, or one with a weight, rejects ground truths of training or evaluation sets.
 
-    Raises ConfigError if it rejects all that train, or `code` or `json` one. Environments, distillation and later parts
-    of weight 0 need none.
+    Raises ConfigError if it rejects all that train, or `code` or `json` one. Environments and distillation need none.
     """
     reward, needs_all = config.reward, config.distillation is None
     checked = [] if config.env else [*prompts, *(prompt for prompt in heldout if prompt.eval_set)]

@@ -64,6 +64,8 @@ class Run(TrainingRun):
         self.engine.close()
         if isinstance(self.sampler, AsynchronousSampler):
             self.sampler.close()
+        for warning in self.score.take_warnings():  # of a step that did not end: its groups may be missing
+            self.progress.note(warning)
         super().close(error)
 
     def is_last(self, step: int) -> bool:

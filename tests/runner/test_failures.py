@@ -37,6 +37,7 @@ from dapo_runner.logging.metrics import METRICS_FILE
 from dapo_runner.logging.progress import RunConsole
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS
 from dapo_runner.loop import train
+from dapo_runner.rollout.group_buffer import SamplingExhaustedError
 from dapo_runner.rollout.probe import OutOfSyncError
 from dapo_runner.threads import in_thread
 
@@ -261,6 +262,15 @@ def test_a_reward_that_fails_is_warned_of_and_none_can_catch_the_end_of_its_step
         train(late, notes := Notes())
     assert saved_steps(tmp_path) == [1]
     assert [line for line in notes.lines if "no reward today" in line]
+
+
+def test_a_step_that_lacks_groups_tells_which_rewards_failed(tmp_path: Path, start: Path) -> None:
+    CALLS.clear()
+    reward = {"kind": "test_failures:flaky", "calls": {"retries": 0, "max_failed": 0.5}}
+    sampler, run = {"max_rounds": 1, "on_exhausted": "error"}, {"eval_every": 0}
+    with pytest.raises(SamplingExhaustedError):
+        train(rare(tmp_path, start, run=run, data={"eval_size": 0}, reward=reward, sampler=sampler), notes := Notes())
+    assert [line[:6] for line in notes.lines if "no reward today" in line] == ["1 of 4"]
 
 
 def test_a_complete_checkpoint_is_written_once(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
