@@ -65,8 +65,8 @@ def config_of(*snippets: str) -> Config:
     return parse(raw, Config)
 
 
-def score(config: Config, *texts: str) -> Group:
-    prompt = replace(make_prompt(answer="7"), row={"limit": 6})
+def score(config: Config, *texts: str, source: str = "", answer: str = "7") -> Group:
+    prompt = replace(make_prompt(answer=answer), source=source, row={"limit": 6})
     (group,) = Scorer(config, shaped=False)([prompt], [[make_completion(text=text) for text in texts]])
     return group
 
@@ -138,7 +138,7 @@ def test_advantages_of_ones_own_and_of_papers() -> None:
     groups = []
     for rows in rewards.tolist():
         samples = zip(make_group("RRR").samples, rows, strict=True)
-        parts = tuple(replace(sample, parts={"brief": a, "manners": b}) for sample, (a, b) in samples)
+        parts = tuple(replace(sample, parts={"brief": a, "sandbox": b}) for sample, (a, b) in samples)
         groups.append(Group(make_prompt(), parts))
     assert advantages_of(groups, "paper_advantages:gdpo") == pytest.approx(expected.flatten().tolist())
 
@@ -146,14 +146,17 @@ def test_advantages_of_ones_own_and_of_papers() -> None:
 def test_parts_of_a_reward() -> None:
     config = config_of("reward: parts")
     assert config.sampler.filter_groups == "reward"
-    group = score(config, "7", "7, please", "no")
-    assert [dict(sample.parts) for sample in group.samples] == [
-        {"exact": 1.0, "brief": 1.0, "manners": -1.0},
-        {"exact": -1.0, "brief": 0.0, "manners": 1.0},
-        {"exact": -1.0, "brief": 1.0, "manners": -1.0},
-    ]
-    assert [sample.base_reward for sample in group.samples] == pytest.approx([1.4, -0.9, -0.6])
-    assert [sample.correct for sample in group.samples] == [True, False, False]
+    for source, answer, texts in (
+        ("gsm8k", "7", ("#### 7", "It is #### 7", "B")),
+        ("exam", "B", ("B", "Answer: B", "#### 7")),
+    ):
+        group = score(config, *texts, source=source, answer=answer)
+        assert [dict(sample.parts) for sample in group.samples] == [
+            {"right": 1.0, "brief": 1.0}, {"right": 1.0, "brief": 0.0}, {"right": -1.0, "brief": 1.0}
+        ]  # fmt: skip
+        assert [sample.base_reward for sample in group.samples] == pytest.approx([1.5, 1.0, -0.5])
+        assert [sample.correct for sample in group.samples] == [True, True, False]
+        assert group.samples[0].verdict.extracted == answer
 
 
 def test_a_reward_model(folder: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
