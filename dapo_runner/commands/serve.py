@@ -22,6 +22,7 @@ from dapo_runner.engines.client import key_file, make_key, server_key
 from dapo_runner.engines.nccl import NCCLTransfer
 from dapo_runner.engines.vllm import VLLMEngine, engine_arguments, engine_environment
 from dapo_runner.files import check_writable
+from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
 from dapo_runner.run.folder import TINY_MODEL
@@ -74,13 +75,12 @@ def server_arguments(config: Config, model: str | Path, device: torch.device, ur
         "tensor_parallel_size": settings.tensor,
         "enable_scale_out": True,  # token ids in and out
         "disable_uvicorn_access_log": True,
+        "scheduling_policy": "priority" if config.rollout.max_staleness else "fcfs",
         "middleware": GUARD,
         "worker_extension_cls": RECEIVER,
     }
     if settings.transfer == "nccl":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
-    if config.rollout.max_staleness:
-        arguments["scheduling_policy"] = "priority"
     return list(_flags(arguments))
 
 
@@ -105,9 +105,10 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def _model(config: Config, server: int) -> str | Path:
     """Return the model that the server loads before the trainer sends weights."""
-    if config.model.path is not None:
-        check_model("model.path", config.model.path)
-        return config.model.path
+    if (path := config.model.path) is not None:
+        check_model("model.path", path)
+        check_length("model.path", path, config.model, config.longest_sequence, "rollout.max_response_tokens")
+        return path
     assert config.model.tiny is not None
     check_tiny(config)
     folder = config.run_dir / TINY_MODEL

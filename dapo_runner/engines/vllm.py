@@ -313,7 +313,8 @@ def engine_arguments(path: str | Path, config: Config, device: torch.device) -> 
 
 def engine_environment(config: Config) -> dict[str, str]:
     """Return environment variables for vLLM, in this process or as a server."""
-    return {BATCH_INVARIANT: "1"} if config.rollout.vllm.batch_invariant else {}
+    invariant = {BATCH_INVARIANT: "1"} if config.rollout.vllm.batch_invariant else {}
+    return {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", **invariant}  # see ``check_length``: vLLM's limit leaves out YaRN
 
 
 def import_vllm() -> Any:

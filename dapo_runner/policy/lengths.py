@@ -104,5 +104,5 @@ def _max_positions(config: Any) -> int | None:
     if (positions := getattr(text, "max_position_embeddings", None)) is None:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or positions
-    return max(positions, int(original * (rope.get("factor") or 1)))
+    factor = rope.get("factor") if rope.get("rope_type") in ("linear", "yarn") else None
+    return max(positions, int((rope.get("original_max_position_embeddings") or positions) * (factor or 1)))

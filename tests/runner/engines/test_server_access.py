@@ -23,6 +23,7 @@ from fake_server import UPDATE, FakeServer
 from refusals import naming, refused
 from served import REQUESTS, Fleet, responses, wait_until
 from small import write_recipe
+from transformers import LlamaConfig
 
 from dapo_runner.cli import main
 from dapo_runner.commands.serve import _check_free, _model, server_arguments
@@ -136,6 +137,14 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
         _model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
     with refused("data.template"):  # as the trainer does
         _model(make_config(run={"output_dir": str(tmp_path)}), 0)
+
+
+def test_a_server_refuses_sequences_that_are_too_long_for_its_model(tmp_path: Path) -> None:
+    """vLLM does not, with the environment that it is given."""
+    LlamaConfig(max_position_embeddings=8).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with refused("rollout.max_response_tokens"):
+        _model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "calculator"])
