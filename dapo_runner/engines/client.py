@@ -80,8 +80,7 @@ class Server:
             request.cancel()
             self.prompt_requests.discard(request)
         if request.cancelled():
-            waited = getattr(self.error, "waited", 0.0)
-            raise ServerError(f"{self}: was excluded while it worked on a prompt", waited=waited)
+            raise ServerError(f"{self}: was excluded during a prompt", waited=getattr(self.error, "waited", 0.0))
         return request.result()
 
     def drop_requests(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo_runner.config import Config
+from dapo_runner.config import Config, ConfigError
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, stored_tensors
@@ -163,10 +163,12 @@ def _checked(expected: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor
         raise ValueError(f"update_weights: expected every parameter, did not get {', '.join(sorted(missing))}")
 
 
-def stop_token_ids(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
+def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end a response: ``eos_token_id`` of the generation config and of the tokenizer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
     named = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
-    ids = {token for token in named if token is not None}
-    if not ids:
-        raise ValueError("rollout: expected eos_token_id in the generation config or the tokenizer, got none")
-    return sorted(ids)
+    ids = sorted({token for token in named if token is not None})
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if not ids or ids[-1] >= size:
+        raise ConfigError(f"model.path: expected end tokens (eos_token_id) below {size}, the vocab_size, got {ids}")
+    return ids

@@ -101,7 +101,7 @@ class HFEngine(RolloutEngine):
         self.max_batch_sequences = max_batch_sequences
         is_new = "cache" in signature(model.forward).parameters  # from transformers 5.24 on
         self.cache_argument = "cache" if is_new else "past_key_values"
-        self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+        self.stop_ids = stop_token_ids(model, tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         copy_weights(self.model, weights)
@@ -153,8 +153,7 @@ class HFEngine(RolloutEngine):
         row.logprobs.append(logprob)
         if support is not None:
             row.supports.append(support)
-        stop = row.request.sampling.stop
-        row.is_stopped = token in self.stop_ids or ends_with_stop(row.tokens, stop, self.tokenizer)
+        row.is_stopped = token in self.stop_ids or ends_with_stop(row.tokens, row.request.sampling.stop, self.tokenizer)
 
     def _prefill(self, rows: list[_Row]) -> tuple[Tensor, Tensor, DynamicCache]:
         """Return the logits of the first response token [R, V], the mask [R, positions] and the cache.
@@ -181,12 +180,9 @@ class HFEngine(RolloutEngine):
         """Do the same for rows that each have the cache of how their prompt begins."""
         pasts = [row.past for row in rows if row.past is not None]
         positions, seen = _pad_left([past.positions for past in pasts], self.model.device)
-        cache = self._empty_cache()
+        cache, pairs = self._empty_cache(), list(zip(pasts, positions, strict=True))
         for layer in range(len(pasts[0].layers)):
-            sides = (
-                [past.layers[layer][side][past.line][:, own] for past, own in zip(pasts, positions, strict=True)]
-                for side in (0, 1)
-            )
+            sides = ([past.layers[layer][side][past.line][:, own] for past, own in pairs] for side in (0, 1))
             cache.update(*map(torch.stack, sides), layer)
         for row in rows:
             row.past = None  # not to hold it twice

@@ -116,7 +116,7 @@ class ServerEngine(RolloutEngine):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._connections = asyncio.Semaphore(limit // 2)  # each is an open file; the other half is for other files
         model = load_model(source, config.model, torch.device("cpu" if world.is_main else "meta"), "sdpa")
-        self.stop_ids = stop_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+        self.stop_ids = stop_token_ids(model, tokenizer)
         text_config = model.config.get_text_config()
         self._n_vocabulary: int = text_config.vocab_size
         owner = f"{config.run_dir.absolute()} (process {os.getpid()} on {socket.gethostname()})"

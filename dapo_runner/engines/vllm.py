@@ -4,6 +4,7 @@ To keep vLLM 0.32 and a trainer in one process consistent:
 
 - ``VLLM_ENABLE_V1_MULTIPROCESSING=0``: otherwise weights would have to be sent to another process.
 - Starting vLLM sets torch's threads to one and replaces ``torch.set_num_threads``. Both are restored.
+- Some models run in transformers' class, which vLLM changes for its compiler. The change is moved to a subclass.
 - On a CPU, reloading leaves the packed copy of a tied head (log-probs were off by 0.5) and the experts unpacked (off by
   1.5). Both are packed after every update.
 - Chunked prefill is off on a CPU: it resets a prompt's seeded generator, which a CPU's generators do not support.
@@ -79,15 +80,14 @@ class VLLMEngine(RolloutEngine):
         self.check(config)
         self.tokenizer = tokenizer
         self.device = device
+        self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
         arguments = engine_arguments(path, config, device) | {
+            "enable_sleep_mode": self._may_sleep,
             "tensor_parallel_size": world.layout.rollout_tensor,
             "max_logprobs": -1,  # no limit
             "use_tqdm_on_load": False,
             "disable_log_stats": True,
         }
-        self._may_sleep = device.type == "cuda" and config.rollout.vllm.sleep
-        if device.type == "cuda":
-            arguments["enable_sleep_mode"] = self._may_sleep
         self._takes_adapters = self.takes_adapters(config)
         self._adapter: Any = None  # LoRARequest of the last adapters
         if config.model.lora is not None and self._takes_adapters:
@@ -101,14 +101,20 @@ class VLLMEngine(RolloutEngine):
             arguments["distributed_executor_backend"] = "external_launcher"
         set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
         os.environ |= engine_environment(config)
+        self._model = load_model(path, config.model, torch.device("meta"), "sdpa")
+        self.stop_ids = stop_token_ids(self._model, tokenizer)
+        body: Any = type(self._model.base_model)
+        init = body.__init__
         self.llm = import_vllm().LLM(**arguments)
+        if body.__init__ is not init:
+            changed = type(body.__name__, (body,), {"__call__": body.__call__})
+            self.llm.apply_model(lambda model: setattr(model.model, "__class__", changed))
+            body.__init__ = init
+            del body.__call__
         if config.model.float32_logits and (found := self.llm.apply_model(head_dtypes)[0]) != {"torch.float32"}:
             raise ConfigError(f"model.float32_logits: must be false, the head in vLLM is in {found or 'another dtype'}")
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
-        fields = self.llm.llm_engine.model_config.try_get_generation_config()
-        self.stop_ids = stop_token_ids(fields.get("eos_token_id"), tokenizer)
-        self._model = load_model(path, config.model, torch.device("meta"), "sdpa")
         self._layers = layers_with_experts(self._model) if config.loss.routing_replay == "engine" else None
         self._asleep = False
 
@@ -221,13 +227,8 @@ class _VLLMCall(OpenCall):
         return bool(self._open)
 
     def work(self) -> list[tuple[int, Completion]]:
-        found = []
-        for output in self.engine.llm.llm_engine.step():
-            if output.finished:
-                key = int(output.request_id)
-                (completion,) = self.engine._completions(output.outputs, self._open.pop(key).sampling)
-                found.append((key, completion))
-        return found
+        ended = [(int(one.request_id), one.outputs) for one in self.engine.llm.llm_engine.step() if one.finished]
+        return [(key, self.engine._completions(outputs, self._open.pop(key).sampling)[0]) for key, outputs in ended]
 
     def close(self) -> None:
         self.engine.llm.llm_engine.abort_request(list(map(str, self._open)))

@@ -17,16 +17,17 @@ from builders import CUTS, make_config, save_model, what_is_left
 from contract import check_prefix, check_responses, check_seeds, check_stop_string, model_logprobs, prompt
 from launch import torchrun
 from small import SEGMENTS, events_of, small_recipe
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import Config, ModelConfig, TinyModelConfig, apply_overrides, parse
 from dapo_runner.config.rollout import VLLM_TEMPERATURES
-from dapo_runner.engines.vllm import VLLMEngine
+from dapo_runner.engines.vllm import VLLMEngine, engine_arguments, engine_environment
 from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.loop import train
 from dapo_runner.parallel.world import SINGLE_PROCESS
+from dapo_runner.policy.lengths import check_lengths
 from dapo_runner.policy.model import load_policy, load_tokenizer
 from dapo_runner.rollout.episodes import EpisodeRunner
 from dapo_runner.rollout.probe import OutOfSyncError, SyncProbe
@@ -219,6 +220,40 @@ def test_a_float32_head_is_used_and_follows_new_weights(tiny: Path) -> None:
     exact = hidden.double() @ learner.policy.head.weight.double().T
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, atol=1e-4, rtol=0)
+
+
+def test_sequences_beyond_the_positions_of_a_yarn_model(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own limit is `max_position_embeddings`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    shape = AutoConfig.from_pretrained(tiny)
+    shape.max_position_embeddings = length = PROMPT + RESPONSE - 1
+    shape.rope_parameters |= {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": length}
+    shape.save_pretrained(tmp_path)
+    config = tiny_config(tmp_path)
+    check_lengths(config, tmp_path, download=False)
+    for name, value in engine_environment(config).items():
+        monkeypatch.setenv(name, value)
+    arguments = engine_arguments(tmp_path, config, CPU) | {"tokenizer": str(tiny)}
+    assert EngineArgs(**arguments).create_model_config().max_model_len == length + 1
+
+
+def test_a_model_of_which_vllm_uses_the_class_of_transformers(tmp_path: Path) -> None:
+    """vLLM changes this class, and the policy has it too."""
+    tokenizer = make_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = PhiConfig(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=1, **sizes)
+    config = tiny_config(save_model(PhiForCausalLM(shape), tokenizer, tmp_path))
+    learner = load_learner(config)
+    engine = VLLMEngine(tmp_path, tokenizer, config, CPU, SINGLE_PROCESS)
+    probe = prober(engine, learner)
+    assert probe(engine, learner)["gap_max"] < 1e-4
+    change(learner)
+    engine.update_weights(learner.policy.named_weights())
+    assert probe(engine, learner)["gap_max"] < 1e-4
+    load_learner(config)  # such as a reference
 
 
 def raw_run(folder: Path, start: Path | None = None, /, **run: Any) -> dict[str, Any]:

@@ -24,12 +24,14 @@ from dapo_runner.tiny_model import make_tokenizer
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 32}
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 ORIGINAL = {"original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
 LONGEST: dict[str, tuple[Any, int | None]] = {
     "rotary": (LlamaConfig(**SIZES), 32),
     "learned": (GPT2Config(n_positions=32), 32),
     "none": (MambaConfig(), None),
     "linear": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 4.0}), 128),
     "yarn beyond": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "yarn", "factor": 4.0, **ORIGINAL}), 64),
+    "llama3": (LlamaConfig(**SIZES, rope_scaling=LLAMA3), 32),  # which include the factor
     "yarn within": (LlamaConfig(**SIZES, rope_scaling={"rope_type": "yarn", "factor": 1.5, **ORIGINAL}), 32),
     "dynamic": (LlamaConfig(**SIZES, rope_scaling={"type": "dynamic", "factor": 4.0}), 32),
     "longrope": (Phi3Config(**SIZES, **ORIGINAL, rope_scaling={"rope_type": "longrope", **FACTORS}), 16),
@@ -98,6 +100,21 @@ def test_tokens_without_an_embedding_are_refused(model_folder: Path, tmp_path: P
     for more in ([], ["--dry-run"]):
         recipe = write_sft_recipe(model, rows, tmp_path / "sft.yaml", data={"eval_size": 0})
         dapo.refuses(f"model.path: {model}", "sft", recipe, *more)
+
+
+@pytest.mark.parametrize("where", ["tokenizer", "generation_config.json"])
+def test_end_tokens_without_an_embedding_are_refused(
+    where: str, model_folder: Path, tmp_path: Path, dapo: Dapo
+) -> None:
+    """Which no response could have, so that all would run to their limit."""
+    model, tokenizer = shutil.copytree(model_folder, tmp_path / "model"), make_tokenizer()
+    if where == "tokenizer":
+        tokenizer.add_special_tokens({"eos_token": "<end>"})
+        tokenizer.save_pretrained(model)
+    else:
+        (model / where).write_text(json.dumps({"eos_token_id": [tokenizer.eos_token_id, len(tokenizer)]}))
+    command = ["train", write_recipe(tmp_path, steps=1), "model.tiny=null", f"model.path={model}"]
+    assert "eos_token_id" in dapo.refuses("model.path: ", *command)
 
 
 def test_quantized_weights_are_refused(model_folder: Path, tmp_path: Path, dapo: Dapo) -> None:
