@@ -147,15 +147,14 @@ def console_metrics(keys: Collection[str]) -> list[Metric]:
 
 
 def title_and_unit(key: str) -> tuple[str, str]:
-    """Return title and unit of a metric; for an unknown metric its key and ""."""
+    """Return title and unit of a metric; without one of its own, the title is the key."""
     for panel in PANELS:
         for curve in panel.curves:
             if fnmatchcase(key, curve.key):
                 name = key.partition("/")[2] if curve.key.endswith("*") else curve.label
                 return panel.title if len(panel.curves) == 1 else f"{panel.title}: {name}", panel.unit
-    known = ((meaning, unit) for pattern, unit, meaning, _ in read_glossary() if fnmatchcase(key, pattern))
-    meaning, unit = next(known, (key, ""))
-    return meaning.split(".")[0].split(" (")[0], unit
+    pattern, unit, meaning, *_ = next((row for row in read_glossary() if fnmatchcase(key, row[0])), ("", "", ""))
+    return meaning.split(".")[0].split(" (")[0] if pattern == key else key, unit
 
 
 def read_glossary() -> list[tuple[str, ...]]:

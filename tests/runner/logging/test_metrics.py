@@ -213,7 +213,9 @@ def test_every_curve_has_a_row_and_every_panel_a_title_of_its_own() -> None:
     assert len(gaps) > 5
     assert [key for key in (*gaps, *(key for keys in DRAWN.values() for key in keys)) if not panel_of(key)] == []
     assert title_and_unit("train/entropy") == ("Entropy", "nats per token")
-    assert title_and_unit("own/metric") == ("own/metric", "")
+    assert title_and_unit("eval/avg@4") == ("Held-out accuracy: avg@4", "share of problems")
+    for key, unit in (("own/v1.5", ""), ("eval/pass@16", "share"), ("eval/v1.5/avg@4", ""), ("reward/a_std", "reward")):
+        assert title_and_unit(key) == (key, unit)  # no two metrics of a row have the same title
     assert title_and_unit("batch/age")[1] == next(unit for key, unit, *_ in rows() if key == "batch/age")
 
 
