@@ -80,7 +80,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.json:
         print_utf8(to_jsonl(saved.groups))
     elif options.group is not None:
-        console.print(render_group(saved.groups[0], saved), soft_wrap=not console.is_terminal)
+        console.print(render_group(saved.groups[0], saved), soft_wrap=not console.file.isatty())
     else:
         page(saved, console)
     return 0

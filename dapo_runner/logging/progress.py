@@ -79,4 +79,5 @@ def time_line(seconds: Figures) -> str:
 
 
 def make_progress(mode: Literal["auto", "live", "plain", "off"], console: Console) -> Progress:
-    return Progress(None if mode == "off" else console, live=mode == "live" or (mode == "auto" and console.is_terminal))
+    live = mode == "live" or (mode == "auto" and console.file.isatty())  # FORCE_COLOR makes no terminal of a file
+    return Progress(None if mode == "off" else console, live=live)

@@ -56,10 +56,10 @@ def page(saved: SavedStep, console: Console) -> None:
     console.print(f"step {saved.step}: {len(saved.groups)} of {saved.n_groups} groups saved; {phrases}", soft_wrap=True)
     current, last = 1, len(saved.groups)
     while 1 <= current <= last:
-        console.print(render_group(saved.groups[current - 1], saved), soft_wrap=not console.is_terminal)
+        console.print(render_group(saved.groups[current - 1], saved), soft_wrap=not console.file.isatty())
         prompt = f"[dim]group {current} of {last}   {KEYS} [/dim]"
         try:
-            answer = console.input(prompt).strip().lower() if console.is_terminal else ""
+            answer = console.input(prompt).strip().lower() if console.file.isatty() else ""
         except EOFError:  # Ctrl-D
             return
         if answer == "q":

@@ -229,7 +229,8 @@ SPEED = {"ranks": 8.0, "tokens_per_second": 12345.6, "mfu": 0.41, "memory_gib": 
 
 def written(mode: str, terminal: bool, figures: dict[str, float] = FIGURES) -> str:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
+    file.isatty = lambda: terminal  # type: ignore[method-assign]
+    console = Console(file=file, width=100, color_system=None, legacy_windows=False)
     progress = make_progress(mode, console)  # type: ignore[arg-type]
     progress.start(0, 10)
     progress.phase("old_logprobs")
@@ -251,7 +252,7 @@ def test_long_steps_have_a_remaining_time() -> None:
     assert progress.bar.tasks[0].time_remaining == 7 * 600
 
 
-def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> None:
+def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     step, evaluation = written("auto", terminal=False).splitlines()
     labels = ("1/10", "reward -0.25", "accuracy 50%", "length 20", "entropy 0.123", "10.0 s", "rollout 60%")
     speed = ("12,346 tokens/s with prompts", "MFU 41%", "61.5 GiB")
@@ -263,6 +264,8 @@ def test_a_step_and_an_evaluation_are_a_line_each_and_a_terminal_has_a_bar() -> 
     assert written("plain", terminal=True) == written("auto", terminal=False)
     assert "old logprobs" in written("live", terminal=False)
     assert written("off", terminal=True) == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "old logprobs" not in written("auto", terminal=False)  # colours make no terminal of a file
 
 
 def test_only_the_main_thread_ends_when_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,13 @@ def test_what_is_saved_is_shown(run: Path, arguments: str, dapo: Dapo) -> None:
     assert "first" not in out or arguments == "--step 3"
 
 
+def test_colours_make_no_terminal_of_a_file(run: Path, dapo: Dapo, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = dapo("show", run, "--step", "3")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = dapo("show", run, "--step", "3")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown != coloured  # all groups
+
+
 def test_many_steps_are_counted(tmp_path: Path, dapo: Dapo) -> None:
     (tmp_path / ROLLOUTS).mkdir()
     for step in range(7, 107):
@@ -256,7 +263,9 @@ class Keyboard(Console):
     """A terminal at which keys are pressed."""
 
     def __init__(self, keys: list[str]) -> None:
-        super().__init__(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+        file = io.StringIO()
+        file.isatty = lambda: True  # type: ignore[method-assign]
+        super().__init__(file=file, width=200, color_system=None)
         self.keys = keys
 
     def input(self, *_: object, **__: object) -> str:

@@ -497,7 +497,6 @@ def test_what_is_saved_and_shown_has_the_turns(tmp_path: Path) -> None:
     assert [turn["role"] for turn in record["turns"][:2]] == ["environment", "assistant"]
     assert [turn["reward"] for turn in record["turns"][:2]] == [None, 0.25]
     out = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
-    out.input = lambda *_: "q"
     page(step, out)
     shown = out.file.getvalue()
     assert "\x1b[90m<|im_start|>user" in shown
