@@ -177,6 +177,7 @@ function drawCurves() {
       hoverlabel: { bgcolor: theme("wash"), font: { color: theme("ink") } },
       xaxis: { ...axis, exponentformat: "none", title: title(data.step) },
       yaxis: { ...axis, exponentformat: panel.unit === "tokens" ? "none" : "e", title: title(panel.unit) },
+      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
       barmode: "stack",
       bargap: 0,
       hovermode: "x unified",

@@ -281,8 +281,8 @@ def open_page() -> Iterator[Any]:
     said: list[str] = []
     pages: list[Any] = []
 
-    def open_at(address: str) -> Any:
-        page = browser.new_page(viewport={"width": 1200, "height": 900})
+    def open_at(address: str, **device: Any) -> Any:
+        page = browser.new_page(**{"viewport": {"width": 1200, "height": 900}, **device})
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.goto(address)
@@ -402,8 +402,8 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
 def test_the_first_step_on_a_narrow_screen(open_page: Any, tmp_path: Path) -> None:
     log_metrics(tmp_path / "a", 1, **{"reward/brief": 0.5, "reward/brief_std": 0.1, "train/lr": 1e-4})
     write_rollouts(tmp_path / "a", 1, per_token=False)
-    page = open_page(write_page([tmp_path / "a"], tmp_path / "page.html").as_uri())
-    page.set_viewport_size({"width": 375, "height": 700})
+    file = write_page([tmp_path / "a"], tmp_path / "page.html")
+    page = open_page(file.as_uri(), viewport={"width": 375, "height": 700}, has_touch=True, is_mobile=True)
     until(page, "document.querySelector('.chart svg').clientWidth < 360")
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
     drawn = "[...document.querySelectorAll('.panel')].map(panel => panel.querySelectorAll('.point').length > 0)"
@@ -412,6 +412,15 @@ def test_the_first_step_on_a_narrow_screen(open_page: Any, tmp_path: Path) -> No
     assert not any("seconds" in title for title in titles)
     assert any(title.startswith("reward/brief: ") for title in titles)
     assert not page.is_visible("#token")  # nothing can be clicked
+    box = page.query_selector(".chart >> nth=0 >> .nsewdrag").bounding_box()
+    place, shown = {"x": box["x"] + 100, "y": box["y"] + 150}, "document.querySelector('.chart').layout.yaxis.range"
+    limits = page.evaluate(shown)
+    finger = page.context.new_cdp_session(page)
+    for kind, up in (("touchStart", 0), *(("touchMove", up) for up in range(15, 121, 15)), ("touchEnd", None)):
+        points = [] if up is None else [place | {"y": place["y"] - up}]
+        finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    until(page, "scrollY > 20")
+    assert page.evaluate(shown) == limits  # a finger scrolls the page; it does not zoom
 
 
 def test_the_same_prompt_is_found_in_every_run(report: Any) -> None:
