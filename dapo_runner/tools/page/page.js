@@ -49,6 +49,16 @@ function make(tag, className = "", text = "") {
   return element;
 }
 
+/** Note which of the controls in an element has the focus. The function returned gives it to the same one of another. */
+function keepFocus(old) {
+  const controls = (element) => [...(element?.querySelectorAll("button, input, select") ?? [])];
+  const place = controls(old).indexOf(document.activeElement);
+  return (element) => {
+    const isLost = document.activeElement === document.body; // nobody has gone elsewhere since
+    if (isLost) controls(element)[place]?.focus({ preventScroll: true });
+  };
+}
+
 function printable(text) {
   return String(text).replace(UNPRINTABLE, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
 }
@@ -281,9 +291,12 @@ function drawRollouts() {
   let leader = null; // a promise of the group that the first run shows
   const columns = [...shown].map((run) => {
     const column = make("div", "run");
+    column.dataset.run = run;
+    const giveFocus = keepFocus(document.querySelector(`.run[data-run="${run}"]`));
     const filling = fill(column, run, setting("same") ? leader : null).catch((error) => {
       column.append(make("p", "note", error.message));
     });
+    filling.then(() => giveFocus(column));
     leader ??= filling;
     return column;
   });
@@ -468,7 +481,10 @@ function drawHeader() {
     });
     return label;
   });
-  document.getElementById("runs").replaceChildren(...labels);
+  const header = document.getElementById("runs");
+  const giveFocus = keepFocus(header);
+  header.replaceChildren(...labels);
+  giveFocus(header);
 }
 
 function draw() {

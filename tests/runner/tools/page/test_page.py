@@ -501,6 +501,24 @@ def test_colours_follow_the_value_that_was_chosen(report: Any) -> None:
             assert float(alpha or bool(rgb)) == pytest.approx(share, abs=0.01), name
 
 
+def test_the_keyboard_keeps_its_place(report: Any) -> None:
+    def press(key: str) -> None:
+        report.keyboard.press(key)
+        until(report, "document.activeElement !== document.body && document.querySelector('.run .prompt')")
+
+    columns(report)
+    report.focus(".where button >> nth=3")  # the next group
+    press("Enter")
+    assert report.input_value(".where select >> nth=1") == "2"
+    report.focus(".where select >> nth=1")
+    press("ArrowUp")
+    assert report.evaluate("document.activeElement.value") == "1"
+    report.focus("#runs input >> nth=1")
+    for is_shown in (False, True):
+        press("Space")
+        assert report.is_checked("#runs input >> nth=1") == is_shown
+
+
 def test_filters_leave_what_was_asked_for(report: Any) -> None:
     def left(responses: str) -> list[str]:
         report.select_option("#responses", responses)
@@ -535,14 +553,17 @@ def test_watching_runs_with_turns_of_an_environment(open_page: Any, tmp_path: Pa
         assert len(left.query_selector_all("details >> nth=0 >> .token.assistant")) == len(PIECES) - 1
         assert len(right.query_selector_all("details >> nth=0 >> .response .assistant")) == 1
         assert page.input_value(".where select") == "5"
+        page.focus(".where select >> nth=0")
         log_metrics(run, 7)
         write_rollouts(run, 7)
         until(page, "document.querySelectorAll('.chart')[0].data[0].y.at(-1) === 0.7")
-        until(page, "document.querySelector('.where select').value === '7'")
+        until(page, "document.activeElement.value === '7'")  # who has the keyboard in the list keeps it there
         page.click(".where button >> nth=0")
         until(page, "document.querySelector('.where select').value === '5'")
         page.wait_for_selector(".response .token")
         page.evaluate("document.querySelector('.run').id = 'read'")
+        page.focus("#runs input >> nth=1")
         log_metrics(text, 7)
         until(page, "document.querySelectorAll('.chart')[0].data[2].y.at(-1) === 0.7")
+        assert page.evaluate("document.activeElement === document.querySelectorAll('#runs input')[1]")
         assert page.query_selector("#read") is not None  # who reads an earlier step goes on reading
