@@ -2,6 +2,7 @@
 // Whatever a model or a data set wrote reaches the page through textContent alone, and Plotly through `plain`.
 
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555"];
+const LINES = [["solid", "solid"], ["dash", "dashed"], ["dot", "dotted"]]; // the names of Plotly and of CSS
 const ON_DARK = { "#0072B2": "#2E8FDB", "#555555": "#BBBBBB", "#888888": "#AAAAAA" }; // what is too dark there
 const HEADLINES = ["eval/avg@*", "eval/loss", "batch/reward"]; // the first of them that a run has
 const AS_LOGGED = /^(eval\/|time\/|train\/lr$)/; // never smoothed: few values, mostly 0, or without noise
@@ -42,6 +43,17 @@ function visible(color) {
   return (dark.matches && ON_DARK[color]) || color;
 }
 
+/** The line of a run. Those of more runs than there are colours are dashed, then dotted. */
+function lineOf(run) {
+  const [dash, style] = LINES[Math.floor(run / COLOURS.length) % LINES.length];
+  return { color: visible(COLOURS[run % COLOURS.length]), dash, style };
+}
+
+function underline(element, run) {
+  const { color, style } = lineOf(run);
+  element.style.borderBottom = `3px ${style} ${color}`;
+}
+
 function make(tag, className = "", text = "") {
   const element = document.createElement(tag);
   element.className = className;
@@ -49,7 +61,7 @@ function make(tag, className = "", text = "") {
   return element;
 }
 
-/** Note which of the controls in an element has the focus. The function returned gives it to the same one of another. */
+/** Note which control of an element has the focus. The function returned gives it to that control of another one. */
 function keepFocus(old) {
   const controls = (element) => [...(element?.querySelectorAll("button, input, select") ?? [])];
   const place = controls(old).indexOf(document.activeElement);
@@ -123,24 +135,25 @@ function traces({ panel, curves }) {
       const match = find(run.curves, curve.key);
       if (!match) continue;
       const [x, y] = match.points;
-      const color = visible(alone ? curve.color : COLOURS[place % COLOURS.length]);
+      const { color, dash } = alone ? { color: visible(curve.color) } : lineOf(place);
       const name = plain(alone ? curve.label + match.suffix : run.name);
       const hovertemplate = `${name} %{customdata:.4g}<extra></extra>`;
       const common = { x, y, name, customdata: y, hovertemplate };
       if (panel.stacked && alone) found.push({ ...common, type: "bar", marker: { color } });
-      else found.push(...lines(common, color, AS_LOGGED.test(curve.key) ? 0 : Number(setting("smoothing"))));
+      else found.push(...lines(common, { color, dash }, AS_LOGGED.test(curve.key) ? 0 : Number(setting("smoothing"))));
     }
   }
   return found;
 }
 
 /** A curve as it was logged, faint where a smooth one lies over it. Its values are shown as they were logged. */
-function lines(common, color, share) {
+function lines(common, look, share) {
   const mode = common.x.length <= 40 ? "lines+markers" : "lines";
-  const line = { ...common, type: "scatter", mode, line: { color, width: 1.5 }, marker: { size: 4, color } };
+  const marker = { size: 4, color: look.color };
+  const line = { ...common, type: "scatter", mode, line: { ...look, width: 1.5 }, marker };
   if (!share) return [line];
   const raw = { ...line, mode: "lines", opacity: 0.25, hoverinfo: "skip", hovertemplate: null };
-  return [raw, { ...line, y: smooth(common.y, share), line: { color, width: 2 } }];
+  return [raw, { ...line, y: smooth(common.y, share), line: { ...look, width: 2 } }];
 }
 
 function drawChart(chart) {
@@ -319,7 +332,7 @@ async function findPrompt(run, { prompt, step }) {
 async function fill(column, run, leader) {
   const { name, steps, saved } = data.runs[run];
   const heading = column.appendChild(make("h3", "", name));
-  if (data.runs.length > 1) heading.style.color = visible(COLOURS[run % COLOURS.length]);
+  if (data.runs.length > 1) underline(heading, run);
   if (saved > steps.length) {
     column.append(make("p", "note", `${steps.length} of the ${saved} saved steps are in this file (--max-mb)`));
   }
@@ -471,7 +484,7 @@ function drawHeader() {
     const box = label.appendChild(make("input"));
     Object.assign(box, { type: "checkbox", checked: shown.has(place) });
     const name = label.appendChild(make("span", "name", run.name));
-    if (data.runs.length > 1) name.style.color = visible(COLOURS[place % COLOURS.length]);
+    if (data.runs.length > 1) underline(name, place);
     label.append(make("strong", "", headline(run.curves)));
     if (Object.keys(run.about).length) label.append(make("span", "note", about(run.about, run.differences)));
     box.addEventListener("change", () => {

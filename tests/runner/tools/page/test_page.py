@@ -399,6 +399,24 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
+def test_the_eighth_run_is_dashed(open_page: Any, tmp_path: Path) -> None:
+    """There are seven colours. Names are not written in them, which may be too bright to read."""
+    write_run(tmp_path, "0", per_token=False)
+    for run in range(1, 8):
+        log_metrics(tmp_path / f"{run}", 1)
+    page = open_page(write_page([tmp_path / f"{run}" for run in range(8)], tmp_path / "page.html").as_uri())
+    curves = page.evaluate("document.querySelector('.chart').data.map(trace => [trace.line.color, trace.line.dash])")
+    assert len(set(map(tuple, curves))) == 8
+    first, last = curves[0], curves[-1]
+    assert (first[0], first[1], last[1]) == (last[0], "solid", "dash")
+    names = page.query_selector_all(".name, .run h3")
+    styles = [name.evaluate("name => [getComputedStyle(name).borderBottom, name.style.color]") for name in names]
+    assert len(styles) == 16
+    assert styles[:8] == styles[8:]
+    assert len({line for line, _ in styles}) == 8
+    assert {color for _, color in styles} == {""}
+
+
 def test_the_first_step_on_a_narrow_screen(open_page: Any, tmp_path: Path) -> None:
     log_metrics(tmp_path / "a", 1, **{"reward/brief": 0.5, "reward/brief_std": 0.1, "train/lr": 1e-4})
     write_rollouts(tmp_path / "a", 1, per_token=False)
