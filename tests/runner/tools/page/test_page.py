@@ -399,7 +399,7 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
-def test_the_eighth_run_is_dashed(open_page: Any, tmp_path: Path) -> None:
+def test_eight_runs_look_different_and_leave_room_on_a_narrow_screen(open_page: Any, tmp_path: Path) -> None:
     """There are seven colours. Names are not written in them, which may be too bright to read."""
     write_run(tmp_path, "0", per_token=False)
     for run in range(1, 8):
@@ -415,6 +415,9 @@ def test_the_eighth_run_is_dashed(open_page: Any, tmp_path: Path) -> None:
     assert styles[:8] == styles[8:]
     assert len({line for line, _ in styles}) == 8
     assert {color for _, color in styles} == {""}
+    page.set_viewport_size({"width": 375, "height": 700})  # where the header would take all of it
+    assert page.query_selector("#runs").bounding_box()["height"] < 200
+    assert all(run.bounding_box()["width"] > 280 for run in page.query_selector_all(".run"))
 
 
 def test_the_first_step_on_a_narrow_screen(open_page: Any, tmp_path: Path) -> None:
