@@ -413,7 +413,7 @@ function drawSample(sample, open) {
 
 /** The colour behind a token; one scale for all responses, so that two can be compared. */
 function tint(token, colour) {
-  const blend = (rgb, share) => `rgba(${rgb}, ${(0.85 * Math.min(1, share)).toFixed(3)})`;
+  const blend = (rgb, share) => `rgba(${rgb}, ${(0.6 * Math.min(1, share)).toFixed(3)})`;
   const twoSided = (share) => blend(share < 0 ? "213, 94, 0" : "0, 114, 178", Math.abs(share));
   const logprob = token.logprob ?? token.engine_logprob;
   const value = colour === "probability" ? logprob : token[colour];
