@@ -136,9 +136,10 @@ function traces({ panel, curves }) {
       if (!match) continue;
       const [x, y] = match.points;
       const { color, dash } = alone ? { color: visible(curve.color) } : lineOf(place);
-      const name = plain(alone ? curve.label + match.suffix : run.name);
+      const label = printable(alone ? curve.label + match.suffix : run.name);
+      const name = plain(label);
       const hovertemplate = `${name} %{customdata:.4g}<extra></extra>`;
-      const common = { x, y, name, customdata: y, hovertemplate };
+      const common = { x, y, name, customdata: y, hovertemplate, meta: label };
       if (panel.stacked && alone) found.push({ ...common, type: "bar", marker: { color } });
       else found.push(...lines(common, { color, dash }, AS_LOGGED.test(curve.key) ? 0 : Number(setting("smoothing"))));
     }
@@ -212,8 +213,17 @@ function drawCurves() {
     const drawn = traces(chart);
     if (!panel.share && !panel.stacked) Object.assign(layout.yaxis, rangeOfConstant(drawn));
     const options = { responsive: true, displayModeBar: false };
-    Plotly.react(elements[place].lastChild, drawn, layout, options);
+    const [heading, , element] = elements[place].children;
+    Plotly.react(element, drawn, layout, options);
+    Object.assign(element, { role: "img", ariaLabel: `${heading.textContent}, last values: ${lastValues(drawn)}` });
   });
+}
+
+/** What a screen reader says of the curves. */
+function lastValues(drawn) {
+  const values = new Map(drawn.map(({ meta, customdata }) => [meta, customdata.findLast((value) => value !== null)]));
+  const short = (value) => (value === undefined ? "none" : Number(value.toPrecision(4)));
+  return [...values].map(([label, value]) => `${label} ${short(value)}`).join(", ");
 }
 
 /** A range around curves with a single value; Plotly itself would draw 2e-4 between -1 and 1, as if it were 0. */
@@ -274,8 +284,9 @@ function wanted(group) {
   return samples.length && (!keepGroup || keepGroup(correct, group.samples.length)) ? samples : null;
 }
 
-function chooser(values, label, chosen, onChoice) {
+function chooser(what, values, label, chosen, onChoice) {
   const select = make("select");
+  select.ariaLabel = what;
   for (const value of values) {
     const option = select.appendChild(make("option", "", label(value)));
     option.value = value;
@@ -286,8 +297,9 @@ function chooser(values, label, chosen, onChoice) {
     const next = values[values.indexOf(chosen) + by];
     if (next !== undefined) onChoice(next);
   };
-  const buttons = [["‹", -1], ["›", 1]].map(([text, by]) => {
+  const buttons = [["‹", "previous", -1], ["›", "next", 1]].map(([text, which, by]) => {
     const button = make("button", "", text);
+    button.ariaLabel = `${which} ${what}`;
     button.addEventListener("click", () => move(by));
     return button;
   });
@@ -348,7 +360,7 @@ async function fill(column, run, leader) {
   };
   const step = steps.includes(place.step) ? place.step : steps.at(-1);
   const where = column.appendChild(make("div", "where"));
-  where.append(chooser(steps, (n) => `step ${n}`, step, (chosen) => go({ step: chosen })));
+  where.append(chooser("step", steps, (n) => `step ${n}`, step, (chosen) => go({ step: chosen })));
   const { header, groups } = await load(run, step);
   const found = groups.filter(wanted);
   where.append(make("span", "note", `${groups.length} of ${header.groups} groups saved, ${found.length} pass the filters`));
@@ -362,7 +374,7 @@ async function fill(column, run, leader) {
     return `group ${number}: ${count(samples, SAMPLE_FILTERS.correct)} of ${samples.length} correct`;
   };
   const numbers = found.map((group) => group.group);
-  where.append(chooser(numbers, title, group.group, (chosen) => go({ step, group: chosen })));
+  where.append(chooser("group", numbers, title, group.group, (chosen) => go({ step, group: chosen })));
   column.append(...drawGroup(group));
   return { prompt: group.prompt, step };
 }

@@ -360,6 +360,8 @@ def test_runs_have_a_chart_per_curve_and_smooth_lines_over_raw_ones(report: Any)
     report.fill("#smoothing", "0")
     assert curves_of(report)["Reward: trained on"] == [raw, raw]
     assert "batch/reward" in report.get_attribute(".panel h3", "title")
+    chart = report.get_by_role("img", name="Reward: trained on").get_attribute("aria-label")
+    assert "<img src=x>a 0.6, b 0.6" in chart  # what a screen reader has of it
 
 
 def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
@@ -528,7 +530,10 @@ def test_the_keyboard_keeps_its_place(report: Any) -> None:
         until(report, "document.activeElement !== document.body && document.querySelector('.run .prompt')")
 
     columns(report)
-    report.focus(".where button >> nth=3")  # the next group
+    names = [control.get_attribute("aria-label") for control in report.query_selector_all(".where >> nth=0 >> button")]
+    assert names == ["previous step", "next step", "previous group", "next group"]
+    assert [report.get_by_role("combobox", name=name, exact=True).count() for name in ("step", "group")] == [2, 2]
+    report.focus("[aria-label='next group']")
     press("Enter")
     assert report.input_value(".where select >> nth=1") == "2"
     report.focus(".where select >> nth=1")
