@@ -395,6 +395,10 @@ def test_a_page_of_one_run(open_page: Any, tmp_path: Path) -> None:
     assert first < low < high < last
     page.fill("#smoothing", "0.3")
     assert page.evaluate(shown) == [low, high]
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.querySelector('#runs')).position") == "static"  # not on each sheet
+    assert not page.is_visible("#token")
+    page.emulate_media(media="screen")
     for scheme, paper, ink in (("light", "rgb(255, 255, 255)", "#222"), ("dark", "rgb(22, 22, 22)", "#ddd")):
         page.emulate_media(color_scheme=scheme)
         until(page, f"document.querySelector('.chart').layout.font.color === '{ink}'")
