@@ -54,7 +54,8 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         )
     for name, module in model.named_modules():
         if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):
-            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. Set it to [q_proj, v_proj]")
+            advice = "Set it to those of the attention: [q_proj, k_proj, v_proj, o_proj]"
+            raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. {advice}")
 
 
 def has_adapters(model: Any) -> bool:

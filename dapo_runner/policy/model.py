@@ -186,6 +186,8 @@ def load_model(
             options |= {"use_safetensors": True, "output_loading_info": True}
             model, found = AutoModelForCausalLM.from_pretrained(path, **options, **trust)
             head = () if needs_head else [id(parameter) for parameter in model.get_output_embeddings().parameters()]
+            if getattr(model, "peft_config", None):  # transformers has put it on the model without a word
+                raise ValueError("its folder holds an adapter too. Remove adapter_config.json, or merge it")
             weights = model.state_dict(keep_vars=True)
             if lost := [name for name in found["missing_keys"] if id(weights.get(name)) not in head]:
                 raise ValueError(f"its files lack {len(lost)} weights, such as {min(lost)}")

@@ -90,7 +90,7 @@ def _memory(config: Config) -> dict[str, str]:
     estimate, host = memory_estimate(config, shape), host_estimate(config, shape)
     paths = [path for _, path in loaded_models(config)]
     lora, peaks, total = config.model.lora, memory.phase_estimate(config, estimate), sum(estimate.values())
-    trained = "" if lora is None else f", of which {shape.adapter_parameters(lora):,} train"
+    trained = f", of which about {n:,} train" if lora is not None and (n := shape.adapter_parameters(lora)) else ""
     one, kept = sum(memory.checkpoint_parts(config, shape)), config.run.keep + 1
     return {
         "parameters": f"about {shape.parameters / 1e6:,.1f} million{trained}",

@@ -66,7 +66,7 @@ class ModelShape(NamedTuple):
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
         sides = {"q": self.attention, "o": self.attention, "k": self.key_value, "v": self.key_value}
-        sides |= dict.fromkeys(("gate", "up", "down"), self.intermediate)
+        sides |= {} if self.experts else dict.fromkeys(("gate", "up", "down"), self.intermediate)
         names = [f"{name}_proj" for name in sides] if isinstance(lora.targets, str) else lora.targets
         widths = (self.hidden + side for name, side in sides.items() if f"{name}_proj" in names)
         return self.layers * lora.rank * sum(widths)

@@ -249,6 +249,8 @@ def test_memory_counts_experts(tmp_path: Path) -> None:
     assert isinstance(shape, ModelShape)
     assert shape.parameters == pytest.approx(30_532_122_624, rel=0.002)  # of Qwen3-30B-A3B, as published
     assert (shape.intermediate, shape.active) == (128 * 768, 8 * 768)
+    of_attention = 2 * (2048 + 32 * 128) + 2 * (2048 + 4 * 128)  # experts have no adapters
+    assert shape.adapter_parameters(LoraConfig(rank=1)) == 48 * of_attention
 
 
 def test_memory_of_a_judge_and_of_a_machine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,10 @@ def test_a_checkpoint_has_the_adapters_in_pefts_format(model_folder: Path, tmp_p
         ours = learner.policy.model.get_output_embeddings()(learner.policy.hidden_states(batch))
         logits = theirs(input_ids=sequence.token_ids[None, :-1]).logits[0]
     assert (logits - ours).abs().max() <= 1e-4 * ours.abs().max()
+    both = shutil.copytree(saved.model, tmp_path / "both")
+    shutil.copytree(saved.path / "adapter", both, dirs_exist_ok=True)
+    with refused("model.path", parts=["adapter_config.json"]):  # transformers would add the adapter once more
+        load(both)
     with pytest.raises(CheckpointError, match="lora_A"):
         load_checkpoint(saved, learner_of(model_folder, rank=2), sampler)
 
