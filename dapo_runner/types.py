@@ -284,9 +284,18 @@ class Group:
         return self.has_varying_reward if what == "reward" else self.has_mixed_correctness
 
 
-# A checkpoint contains groups, and torch's weights-only unpickler must load it.
-_IN_GROUPS = [Group, Prompt, Sample, Completion, Turn, Verdict, Segment, Branch, VersionSpan, TruncatedSupport]
-torch.serialization.add_safe_globals(list[Any](_IN_GROUPS))
+def _set_fields(record: Any, state: Any) -> None:
+    """Load a record of any version: new fields get their defaults, unknown ones are left out. Old states are lists."""
+    saved = state if isinstance(state, dict) else dict(zip(record.__match_args__, state, strict=False))
+    record.__init__(**{name: value for name, value in saved.items() if name in record.__match_args__})
+
+
+# A checkpoint contains groups, and torch's weights-only unpickler must load it. Tuples may only get fields at the end.
+_RECORDS: list[Any] = [Group, Prompt, Sample, Completion, Verdict, Segment]
+for _record in _RECORDS:
+    _record.__getstate__ = lambda record: {name: getattr(record, name) for name in record.__match_args__}
+    _record.__setstate__ = _set_fields
+torch.serialization.add_safe_globals([*_RECORDS, Turn, Branch, VersionSpan, TruncatedSupport])
 
 GenerateGroups = Callable[[Sequence[RolloutRequest]], list[Group]]
 """Return the scored groups of requests."""

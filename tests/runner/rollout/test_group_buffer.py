@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from dapo_runner.data.dataset import PromptCursor
 from dapo_runner.logging.metrics import sampling_metrics
 from dapo_runner.rollout.group_buffer import GroupBuffer, SampledStep, prompts_for
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.types import Group, Prompt, Sample, Segment
+from dapo_runner.types import Completion, Group, Prompt, Sample, Segment
 
 Samples = tuple[Sample, ...]
 
@@ -249,3 +249,33 @@ def test_saved_groups_have_their_rewards_masks_and_rows() -> None:
     assert read.samples[0].parts == {"a": 0.5}
     (sequence,) = make_sequences([read], make_config().advantage)
     assert sequence.mask.tolist() == [False] * len(prompt.token_ids) + mask.tolist()
+
+
+Fields = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda fields: list(fields.values()),  # as versions of November 2026 wrote it
+        lambda fields: {"gone": 1} | dict(reversed(fields.items())),
+    ],
+)
+def test_groups_of_another_version_are_kept(
+    encode: Callable[[Fields], list[Any] | Fields], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A completion without its last field used to load, and then no step could be saved."""
+
+    def encode_without_last(completion: Completion) -> list[Any] | Fields:
+        return encode({field.name: getattr(completion, field.name) for field in fields(completion)[:-1]})
+
+    buffer = make_sampler().buffer
+    buffer.groups = [make_group("RW")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Completion, "__getstate__", encode_without_last)
+        state = saved(buffer.state_dict())
+    buffer.load_state_dict(state, {})
+    for group in (*buffer.groups, *saved(buffer.state_dict())["buffer"]):
+        for sample, wanted in zip(group.samples, make_group("RW").samples, strict=True):
+            for field in fields(Completion):
+                assert repr(getattr(sample.completion, field.name)) == repr(getattr(wanted.completion, field.name))
