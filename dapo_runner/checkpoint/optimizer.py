@@ -63,17 +63,16 @@ def load_optimizer(learner: Learner, checkpoint: Path) -> None:
 
     Collective. Raises CheckpointError for a checkpoint of other weights.
     """
-    folder, world, parts = checkpoint / FOLDER, learner.world, learner.parts()
-    reader = HuggingFaceStorageReader(str(folder))
-    stored: dict[str, Any] = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
+    reader, world, parts = HuggingFaceStorageReader(str(checkpoint / FOLDER)), learner.world, learner.parts()
     masters = {f"{part.prefix}{name}": x for part in parts for name, x in part.tensors.items()}
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, entry in stored.items():
-        name, _, kind = key.rpartition("/")
-        if name in masters:
-            found[name][kind] = _target(name, kind, entry, masters[name])
-    wanted = {f"{name}/{kind}": tensor for name, tensors in found.items() for kind, tensor in tensors.items()}
     try:
+        stored: dict[str, Any] = world.run_or_raise_everywhere(reader.read_metadata).state_dict_metadata
+        for key, entry in stored.items():
+            name, _, kind = key.rpartition("/")
+            if name in masters:
+                found[name][kind] = _target(name, kind, entry, masters[name])
+        wanted = {f"{name}/{kind}": tensor for name, tensors in found.items() for kind, tensor in tensors.items()}
         with _raising_cause(world):
             load(wanted, storage_reader=reader, no_dist=world.is_single_process)
     except OSError as error:

@@ -39,8 +39,7 @@ class BackgroundSaves:
 
     def start(self, folder: Path, step: int, learner: Learner, snapshot: dict[str, Any], keep: int) -> None:
         """Start ``save_checkpoint`` in the background. The previous save must be finished."""
-        write = _stage(folder, step, learner, snapshot, keep, copied=True)
-        self._pending = in_thread(partial(write, self._world))
+        self._pending = in_thread(partial(_stage(folder, step, learner, snapshot, keep, copied=True), self._world))
 
     def finish(self) -> Checkpoint | None:
         """Wait for the save in progress and return its result; None without one. Raises CheckpointError."""

@@ -278,3 +278,11 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, start: Path, tmp_
     checkpoint = copy_checkpoint(find_checkpoints(saved)[-1], tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.\S+weight: .*\[\d+, \d+\]"):
         load_checkpoint(checkpoint, *make_parts(start))
+
+
+def test_a_checkpoint_without_optimizer_is_refused(parts: Parts, saved: Path, tmp_path: Path) -> None:
+    """An early version wrote it elsewhere."""
+    checkpoint = copy_checkpoint(find_checkpoints(saved)[-1], tmp_path)
+    shutil.rmtree(checkpoint.path / "optimizer")
+    with pytest.raises(CheckpointError, match="optimizer"):
+        load_checkpoint(checkpoint, *parts)
