@@ -21,14 +21,18 @@ from dapo_runner.config.training import LossConfig
 from dapo_runner.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run
-ELSEWHERE = {  # the names of settings in TRL and verl
+ELSEWHERE = {  # the names of settings in TRL and verl, and in earlier versions
+    "env.timeout": ("timeout_seconds",),
     "loss.objective": ("loss_type", "loss_mode"),
     "optimizer.lr": ("learning_rate",),
     "optimizer.mini_batch_size": ("ppo_mini_batch_size", "generation_batch_size", "steps_per_generation"),
     "optimizer.token_budget": ("gradient_accumulation_steps", "per_device_train_batch_size", "micro_batch_size"),
+    "reward.timeout": ("deadline",),
     "rollout.group_size": ("num_generations", "n"),
     "rollout.max_prompt_tokens": ("max_prompt_length",),
     "rollout.max_response_tokens": ("max_completion_length", "max_response_length", "max_new_tokens"),
+    "rollout.server.response_timeout": ("answer_within",),
+    "rollout.server.sync_timeout": ("sync_within",),
     "run.steps": ("max_steps", "num_train_epochs", "epochs", "total_epochs", "total_training_steps"),
     "sampler.prompts_per_step": ("batch_size", "train_batch_size"),
 }
@@ -151,9 +155,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
 def _explain(item: Any, kind: type[Section]) -> str:
     """Return a pydantic error as `key: expected …, got …`."""
     location = tuple(str(part) for part in item["loc"])
-    key = ".".join(location)
+    key, known = ".".join(location), _fields_of(location[:-1], kind)
     if item["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1], kind)
         named = ELSEWHERE | {f"loss.overrides.{field}": names for field, names in FIELDS_ELSEWHERE.items()}
         near = [one for one in every_key(kind) if location[-1] in (one.split(".")[-1], *named.get(one, ()))]
         near = near or difflib.get_close_matches(location[-1], known, n=1)
@@ -163,17 +166,18 @@ def _explain(item: Any, kind: type[Section]) -> str:
         return f"{key}: expected a value, got nothing"
     if item["type"] == "value_error":
         return f"{key}: {item['ctx']['error']}"
-    expected = f"{key}: expected {item['msg'].removeprefix('Input should be ')}, got {item['input']!r}"
+    null = "null or " if (field := known.get(location[-1])) and type(None) in get_args(field.annotation) else ""
+    expected = f"{key}: expected {null}{item['msg'].removeprefix('Input should be ')}, got {item['input']!r}"
     if item["type"] == "string_type" and isinstance(item["input"], dict):
         return f"{expected}. A text with ': ' or {{ at its start needs quotes, two pairs in a shell"
     return expected
 
 
-def _known_keys(section: tuple[str, ...], node: type[Section]) -> list[str]:
+def _fields_of(section: tuple[str, ...], node: type[Section]) -> dict[str, FieldInfo]:
     for name in section:
         if name in node.model_fields:  # else a key of a mapping of sections, or an index of a list of them
             node = section_of(node.model_fields[name]) or node
-    return [field.alias or name for name, field in node.model_fields.items()]
+    return {field.alias or name: field for name, field in node.model_fields.items()}
 
 
 def every_key(node: type[Section], prefix: str = "") -> Iterator[str]:
@@ -192,8 +196,7 @@ def may_change(key: str, node: type[Section]) -> bool:
     name, _, below = key.partition(".")
     if (field := node.model_fields.get(name)) is None:
         return False
-    nested = section_of(field)
-    return MAY_CHANGE in field.metadata or (nested is not None and may_change(below, nested))
+    return MAY_CHANGE in field.metadata or ((nested := section_of(field)) is not None and may_change(below, nested))
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

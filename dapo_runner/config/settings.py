@@ -152,8 +152,7 @@ class Config(TrainingConfig):
         if segments is None or segments.kind != "tree":
             return None
         branching = factors(self.rollout.group_size)
-        tokens = segments.tokens or self.rollout.max_response_tokens // max(1, len(branching))
-        return TreeShape(branching, tokens)
+        return TreeShape(branching, segments.tokens or self.rollout.max_response_tokens // max(1, len(branching)))
 
     def checks(self) -> Iterator[Check]:
         hint = did_you_mean(str(self.algorithm).lower().replace("-", "_"), ALGORITHMS)
