@@ -88,10 +88,15 @@ def read_config(folder: Path, kind: type[C], overrides: Sequence[str] = ()) -> C
         if overrides:
             read_config(folder, kind)  # raises if the file is invalid without them
             raise
-        line = path.read_text(encoding="utf-8").partition("\n")[0]
-        version = line.removeprefix(MADE_BY) if line.startswith(MADE_BY) else "an older version"
+        version = version_of(folder)
         other = "" if version == this_version() else f" (the run was last started with {version}: use that)"
         raise ConfigError(f"{path}: {error}{other}. Or correct the file.") from error
+
+
+def version_of(folder: Path) -> str:
+    """Return the version of this package that last started a folder's run."""
+    line = (folder / CONFIG_FILE).read_text(encoding="utf-8").partition("\n")[0]
+    return line.removeprefix(MADE_BY) if line.startswith(MADE_BY) else "an older version"
 
 
 def settings_of(config: AnyConfig) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def is_among(key: str, names: Iterable[str]) -> bool:
 
 
 def check_same_run(config: AnyConfig, folder: Path, *, clears: bool = False) -> list[Change]:
-    """Return the settings that differ from the folder's run. Raises ConfigError if one of them may not change.
+    """Return what differs from the folder's run: settings and `version`. Raises ConfigError if one may not change.
 
     A folder without a step in its log or checkpoints holds no run yet. If the caller has locked it and ``clears``, what
     an earlier attempt with other settings wrote there is removed.
@@ -133,7 +138,7 @@ def check_same_run(config: AnyConfig, folder: Path, *, clears: bool = False) -> 
         forked = f", with run.from={folder}@STEP to go on from one of its checkpoints"
         fork = forked if isinstance(config, Config) and find_checkpoints(folder / CHECKPOINTS) else ""
         raise ConfigError(
-            f"run.name: expected the configuration of {folder}, got changes: {'; '.join(refused)}. Choose another "
-            f"run.name{fork}, or remove the folder. docs/watching.md lists what may change in a run."
+            f"run.name: expected the configuration of {folder}, got changes: {'; '.join(refused)}. Set the old "
+            f"values, choose another run.name{fork}, or remove the folder. docs/watching.md lists what may change."
         )
-    return changes
+    return [*changes, *changes_between({"version": version_of(folder)}, {"version": this_version()})]

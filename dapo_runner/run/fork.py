@@ -18,8 +18,9 @@ from dapo_runner.config.reading import CONFIG_FILE, may_change
 from dapo_runner.config.rollout import SamplingConfig
 from dapo_runner.files import atomic_write, read_jsonl
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
+from dapo_runner.logging.versions import this_version
 from dapo_runner.rollout.sampler import DynamicSampler
-from dapo_runner.run.folder import TINY_MODEL, Change, changes_between, is_among, read_config, settings_of
+from dapo_runner.run.folder import TINY_MODEL, Change, changes_between, is_among, read_config, settings_of, version_of
 from dapo_runner.run.frozen import FROZEN_FILE
 
 # The checkpoint's weights, optimizer state and order of prompts depend on these, unless marked with `MayChange`.
@@ -52,7 +53,7 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
         raise ConfigError(f"run.from: expected a checkpoint of {source} after step {step}, it has {there} (run.keep)")
     if config.run.steps <= step:
         raise ConfigError(f"run.steps: expected more than the {step} steps of run.from, got {config.run.steps}")
-    before, now = _settings_at(source, step), settings_of(config)
+    before, now = _settings_at(source, step), settings_of(config) | {"version": this_version()}
     changes = [change for change in changes_between(before, now) if change.key not in OWN]
     # The fork takes a moving reference and a critic from the checkpoint, so their sources must stay the same.
     moving = (("loss.reference", "loss.reference_ema"), ("critic.path", "critic.lr"))
@@ -70,7 +71,7 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
 
 def _settings_at(source: Path, step: int) -> dict[str, Any]:
     """Return the settings of the run when it saved ``step``: later changes are undone."""
-    settings = settings_of(read_config(source, Config))
+    settings = settings_of(read_config(source, Config)) | {"version": version_of(source)}
     for change in reversed(_changes(source)):
         if change["step"] >= step:
             settings[change["key"]] = change["before"]

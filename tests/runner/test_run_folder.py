@@ -45,6 +45,7 @@ from dapo_runner.run.start import open_run
 
 Sections = dict[str, dict[str, Any]]
 Fork = Callable[..., Config]
+OLD_VERSION = "dapo-kernels 0.0.1, commit 0123456789ab"
 LONG = {"steps": 6, "keep": 9}
 
 
@@ -164,12 +165,11 @@ def test_a_config_of_another_version_is_refused_with_that_version(tmp_path: Path
     with refused("evaluation.k") as caught:
         read_config(tmp_path, Config, ["evaluation.k=none"])
     assert str(path) not in str(caught.value)
-    other = "dapo-kernels 0.0.1, commit 0123456789ab"
-    for text in (written, written.replace(now, other), written.partition("\n")[2]):  # the last has no such line
+    for text in (written, written.replace(now, OLD_VERSION), written.partition("\n")[2]):  # the last has no such line
         path.write_text(f"{text}gone: 1\n")
         with refused("gone", parts=[str(path)]) as caught:
             read_config(tmp_path, Config)
-        assert (other in str(caught.value), now in str(caught.value)) == (other in text, False)
+        assert (OLD_VERSION in str(caught.value), now in str(caught.value)) == (OLD_VERSION in text, False)
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +198,12 @@ def copy_through(source: Path, folder: Path, step: int) -> Path:
     return run
 
 
+def started_by(version: str, run: Path) -> None:
+    """Write that another version of the package has started the run."""
+    path = run / CONFIG_FILE
+    path.write_text(path.read_text().replace(this_version(), version))
+
+
 def steps_after(run: Path, step: int) -> list[dict[str, Any]]:
     return [event for event in events_of(run) if event["step"] > step]
 
@@ -208,11 +214,13 @@ def changes_of(run: Path) -> dict[str, tuple[Any, Any]]:
 
 def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, start: Path, tmp_path: Path) -> None:
     run = copy_through(source, tmp_path, 2)
+    started_by(OLD_VERSION, run)
     sections: Sections = {"optimizer": {"lr": 1e-4}, "rollout": {"max_batch_sequences": 8}}
     changed = config_in(tmp_path, start, run={"steps": 3, "keep": 9, "eval_every": 1}, **sections)
     for n_new in (1, 0):  # the second time nothing is new
         assert train(changed, notes := Notes()) == run
         assert sum("step 3 " in line and "optimizer.lr: " in line for line in notes.lines) == n_new
+        assert sum("step 3 " in line and OLD_VERSION in line for line in notes.lines) == n_new
         assert sum("steps 3 to 6 are removed" in line for line in notes.lines) == n_new
         assert {event["step"] for event in read_jsonl(run / CHANGES_FILE)} == {2}
         assert changes_of(run) == {
@@ -221,6 +229,7 @@ def test_what_may_change_does_and_is_written_down_with_its_step(source: Path, st
             "run.eval_every": (2, 1),
             "run.output_dir": (str(source.parent), str(tmp_path)),
             "run.steps": (6, 3),
+            "version": (OLD_VERSION, this_version()),
         }
     assert steps_of(run, "train/lr") == [5e-4, 1e-3, 1e-4]
     assert load_config(run / "config.yaml").optimizer.lr == 1e-4
@@ -296,14 +305,16 @@ def test_a_fork_goes_on_as_its_run_did(source: Path, fork: Fork, tmp_path: Path)
 
 
 def test_a_fork_has_the_settings_at_its_checkpoint(source: Path, start: Path, fork: Fork, tmp_path: Path) -> None:
-    """Not with those that its run went on with."""
+    """Not with those that its run went on with. The version is logged like a setting."""
     run = copy_through(source, tmp_path, 4)
+    started_by(OLD_VERSION, run)
     for lr, steps in ((1e-4, 5), (1e-5, 6)):
         train(config_in(tmp_path, start, run=LONG | {"steps": steps}, optimizer={"lr": lr}), Notes())
     changed: Sections = {"optimizer": {"lr": 1e-5}, "loss": {"overrides": {"clip_high": 0.3}}}
     changed |= {"rollout": {"temperature": 0.9}}
     set_in_fork = {"loss.overrides.clip_high": (None, 0.3), "rollout.temperature": (1.0, 0.9)}
-    for step, before, others in ((4, 1e-3, {}), (5, 1e-4, {"run.steps": (5, 6)})):
+    upgrade = {"version": (OLD_VERSION, this_version())}
+    for step, before, others in ((4, 1e-3, upgrade), (5, 1e-4, {"run.steps": (5, 6)})):
         other = train(fork(step, run, run={"name": f"at{step}"}, **changed), Notes())
         assert changes_of(other) == {"optimizer.lr": (before, 1e-5), **set_in_fork, **others}
         assert [event["train/lr"] for event in steps_after(other, 0)] == [1e-5] * (6 - step)

@@ -30,7 +30,7 @@ OF_START = ("model.path", "model.tiny")
 # From a study's seeds, names, output_dir and threads; a fork has the seed of its origin.
 OF_STUDY = ("run.seed", "run.name", "run.output_dir", "run.threads", "run.from")
 MAKE_START = (*OF_START, "run.seed", "data", "rollout", "reward")  # settings that affect the warm-up
-LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging")  # may change
+LONGER = ("run.steps", "run.max_tokens", "run.save_every", "run.keep", "run.threads", "logging", "version")
 POLL = 0.2  # seconds
 GRACE = 60.0  # seconds for runs to save their step when the study is interrupted
 
