@@ -120,8 +120,7 @@ def grow_trees(
         answers = generate([_node_request(requests[tree], index, begun, depth, shape) for tree, index, begun in level])
         for (tree, index, begun), children in zip(level, answers, strict=True):
             for number, child in enumerate(children):
-                path = (*begun.path, Branch(number, child.length))
-                response = replace(join(begun, child, tokenizer), path=path)
+                response = replace(join(begun, child, tokenizer), path=(*begun.path, Branch(number, child.length)))
                 if child.truncated and not is_last:
                     next_level.append((tree, index * n + number, response))
                 else:

@@ -38,8 +38,7 @@ class EarlyStop:
         """Count the tokens that a step generated. The run still evaluates after the step that spends the budget."""
         self._tokens += tokens
         if self._budget is not None and self._tokens >= self._budget:
-            spent = f"{self._tokens:,} tokens generated (run.max_tokens={self._budget:,})"
-            self._spent = f"ended after step {step}: {spent}"
+            self._spent = f"ended after step {step}: {self._tokens:,} tokens (run.max_tokens={self._budget:,})"
 
     def observe(self, step: int, figures: Mapping[str, Any]) -> None:
         """Observe one evaluation. A logged value that is not finite is None. Raises ConfigError if the metric of
@@ -69,10 +68,8 @@ class EarlyStop:
             return f"stopped early: {self.metric} is {value:.4g} after step {step} (run.early_stop.target={target:g})"
         if patience is not None and self._waited >= patience:
             best = "none" if self._best is None else f"{self._best[1]:.4g} after step {self._best[0]}"
-            return (
-                f"stopped early after step {step}: the best {self.metric} is {best}, none better in {self._waited} "
-                f"evaluations (run.early_stop.patience={patience})"
-            )
+            since = f"none better in {self._waited} evaluations (run.early_stop.patience={patience})"
+            return f"stopped early after step {step}: the best {self.metric} is {best}, {since}"
         return None
 
 
