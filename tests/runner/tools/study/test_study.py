@@ -33,6 +33,7 @@ from dapo_runner.commands import study as study_command
 from dapo_runner.commands.output import INTERRUPTED
 from dapo_runner.config import Config, ConfigError, dump_config, lay_settings, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig
+from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.files import read_jsonl
 from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study import runs as study_runs
@@ -303,6 +304,9 @@ def test_a_run_is_done_at_its_last_evaluation_and_another_is_refused(tmp_path: P
     run = first()
     assert not is_finished(run)
     finish(run, [0.2, 0.3, 0.5])
+    assert is_finished(run)
+    file = run.folder / CONFIG_FILE
+    file.write_text(file.read_text().partition("\n")[2])  # by a version that did not write its name
     assert is_finished(run)
     *lines, last = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.folder / "metrics.jsonl").write_text("".join(lines))  # killed before it was evaluated
