@@ -75,7 +75,7 @@ def shared_loop(name: str = "http") -> asyncio.AbstractEventLoop:
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        with suppress(SystemExit):  # raised by a task, whose future has it too
+        with suppress(SystemExit, KeyboardInterrupt):  # raised by a task, whose future has it too
             loop.run_forever()
 
 

@@ -97,6 +97,7 @@ class HFEngine(RolloutEngine):
         """Own ``model``: ``update_weights`` writes into it. With its ``routing`` completions have their experts."""
         AttentionInterface.register("sdpa", attention)
         self.routing, self.model = routing, model
+        model.config.get_text_config(decoder=True).output_router_logits = False  # their loss fails with a cache
         self.tokenizer = tokenizer
         self.max_batch_sequences = max_batch_sequences
         is_new = "cache" in signature(model.forward).parameters  # from transformers 5.24 on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
+from dapo_runner import http
 from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.environments.environment import Answer, Environment, Message
 from dapo_runner.environments.template import CUT, ToolCall, parse_calls
@@ -39,7 +39,6 @@ class ToolEnvironment(Environment):
         self.tools = list(map(get_json_schema, tools))
         self.state, self.tokenizer, self.max_error = state, tokenizer, max_error
         self.counts = Counter(tool_calls=0, tool_errors=0, tool_episodes=0)
-        self.loop: asyncio.AbstractEventLoop | None = None  # of the episode, which connections may be bound to
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         if self.state is None:
@@ -47,7 +46,7 @@ class ToolEnvironment(Environment):
         parameters = inspect.signature(self.state.reset).parameters
         takes_all = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
         given = {name: value for name, value in row.items() if takes_all or name in parameters}
-        return self._await(self.state.reset(**given))
+        return _await(self.state.reset(**given))
 
     def step(self, text: str) -> Answer:
         calls = parse_calls(text, self.tokenizer, self.tools)
@@ -56,20 +55,10 @@ class ToolEnvironment(Environment):
         return Answer(tuple(Message("tool", answer) for answer in answers if answer is not None), None, not calls)
 
     def get_reward(self) -> float | None:
-        return self._await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
+        return _await(self.state.get_reward()) if hasattr(self.state, "get_reward") else None
 
     def close(self) -> None:
-        try:
-            self._await(getattr(self.state, "close", lambda: None)())
-        finally:
-            if self.loop is not None:
-                self.loop.close()
-
-    def _await(self, result: Any) -> Any:
-        if not inspect.iscoroutine(result):
-            return result
-        self.loop = self.loop or asyncio.new_event_loop()
-        return self.loop.run_until_complete(result)
+        _await(getattr(self.state, "close", lambda: None)())
 
     def _answer(self, call: Any) -> str | None:
         """Return the result or the error, None for an error that there is no room for."""
@@ -80,11 +69,11 @@ class ToolEnvironment(Environment):
             if read.name not in self.functions:
                 raise ValueError(f"there is no tool {read.name}; tools are {', '.join(self.functions)}")
             checked = TypeAdapter(validate_call(config=CALL)(self.functions[read.name]), config=CALL).validate_json
-            result = str(self._await(checked(json.dumps(read.arguments))))
+            result = str(_await(checked(json.dumps(read.arguments))))
             if len(result) > MOST_CHARACTERS:
                 raise ValueError(f"the result has {len(result)} characters, more than {MOST_CHARACTERS}")
             return result
-        except (Exception, SystemExit) as error:  # the policy may do better next time
+        except BaseException as error:  # the policy may do better next time; it may have written `raise SystemExit`
             self.counts["tool_errors"] += 1
             text, room = str(error) or type(error).__name__, self.error_room
             if isinstance(error, ValidationError):  # of the call or its arguments
@@ -92,6 +81,11 @@ class ToolEnvironment(Environment):
                 text = "; ".join(map(": ".join, found))
             self.error_room = max(0, room - len(text) - 1)
             return json.dumps({"error": text[:room]}, ensure_ascii=False) if room else None
+
+
+def _await(result: Any) -> Any:
+    """Return the result of a coroutine. All episodes share one event loop: clients are bound to theirs."""
+    return http.wait(http.start(result, "tools")) if inspect.iscoroutine(result) else result
 
 
 def make_environment(config: EnvironmentConfig, *options: Any) -> Callable[[], Environment]:

@@ -100,13 +100,14 @@ def _turns_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
 def _facts(sample: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {_signed(value)}" for name, value in sample.get("parts", {}).items())
     answer = f"answer {_signed(sample['base_reward'])}{f' (unweighted: {parts})' if parts else ''}"
+    last = "last " if (turns := sample.get("turns")) else ""  # of several turns
     facts = [
         f"▌ sample {sample['sample']} {'correct' if sample['correct'] else 'incorrect'}",
         f"reward {_signed(sample['reward'])} = {answer} + length penalty {_signed(sample['length_penalty'])}",
-        *([f"advantage {_signed(sample['advantage'])}"] if "advantage" in sample else []),
+        *([f"{last}advantage {_signed(sample['advantage'])}"] if "advantage" in sample else []),
         *([f"segments {', '.join(map(_segment, sample['segments']))}"] if "segments" in sample else []),
         f"{sample['tokens']} tokens{', truncated' if sample['finish_reason'] == 'length' else ''}",
-        *([f"turns {', '.join(map(_turn, turns))}"] if (turns := sample.get("turns")) else []),
+        *([f"turns {', '.join(map(_turn, turns))}"] if turns else []),
         *([] if sample["extracted"] is None else [f"extracted {sample['extracted']}"]),
         *([f"rule {sample['rule']}"] if sample["rule"] else []),
         *([] if sample["trains"] else ["does not train"]),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dapo_runner.policy.model import Policy
-from dapo_runner.policy.routing import N_EXPERTS
+from dapo_runner.policy.routing import N_EXPERTS, N_USED
 from dapo_runner.types import TrainingSequence
 
 # Dense bfloat16 FLOPS from the vendors' data sheets, by a part of the device's name.
@@ -23,17 +23,17 @@ def training_flops(model: Any, lengths: Iterable[int]) -> float:
     layer. Recomputation does not count.
     """
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads, layers = config.num_attention_heads, getattr(config, "per_layer_config", [config] * config.num_hidden_layers)
+    width = sum(heads * (getattr(layer, "head_dim", None) or config.hidden_size // heads) for layer in layers)
     n_experts = next((count for name in N_EXPERTS if (count := getattr(config, name, 0))), 0)
-    used = getattr(config, "num_experts_per_tok", n_experts) / n_experts if n_experts else 1.0
+    used = next((k for name in N_USED if (k := getattr(config, name, 0))), n_experts) / n_experts if n_experts else 1.0
     embeddings = model.get_input_embeddings().weight
     per_token = sum(
         (6 if weight.requires_grad else 4) * weight.numel() * (used if ".experts." in name else 1.0)
         for name, weight in model.named_parameters()
         if weight is not embeddings or weight is model.get_output_embeddings().weight
     )
-    return sum(per_token * n + 6.0 * config.num_hidden_layers * width * n**2 for n in lengths)
+    return sum(per_token * n + 6.0 * width * n**2 for n in lengths)
 
 
 def speed_metrics(

@@ -52,8 +52,12 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         raise ConfigError(
             "model.lora.targets: an output head tied to the embedding is not supported with adapters. Leave it out."
         )
-    for name, module in model.named_modules():
-        if _is_adapted(module) and not isinstance(module, peft.tuners.lora.Linear):
+    adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    for target in [] if isinstance(config.targets, str) else config.targets:  # peft ignores those that are not there
+        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            raise ConfigError(f"model.lora.targets: expected layers of {type(model).__name__}, got {target}")
+    for name, module in adapted.items():
+        if not isinstance(module, peft.tuners.lora.Linear):
             advice = "Set it to those of the attention: [q_proj, k_proj, v_proj, o_proj]"
             raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. {advice}")
 

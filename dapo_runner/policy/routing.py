@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from dapo_runner.config import ConfigError
 
-N_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configurations
+# Names of their number, and of the number that a token uses, in configurations.
+N_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+N_USED = ("num_experts_per_tok", "top_k_experts", "moe_k")
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
 

@@ -14,7 +14,7 @@ from dapo_runner.config import Config, LoraConfig, ModelConfig
 from dapo_runner.config.run import is_cuda
 from dapo_runner.engines.engine import engine_class
 from dapo_runner.policy.lengths import loading, local_file
-from dapo_runner.policy.routing import N_EXPERTS
+from dapo_runner.policy.routing import N_EXPERTS, N_USED
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TINY_VOCABULARY = 64  # at least the vocabulary of the tiny model
@@ -77,7 +77,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape | Non
     values = model_values(model, key) or {}
     experts = next((values[name] for name in N_EXPERTS if values.get(name)), 0)
     width: Any = (values.get("moe_intermediate_size") if experts else None) or values.get("intermediate_size")
-    used = (values.get("num_experts_per_tok") or 1) if experts else 0
+    used = next((values[name] for name in N_USED if values.get(name)), 1) if experts else 0
     if not all(isinstance(n, int) and n > 0 for n in (width, experts or 1, used or 1, *map(values.get, _NEEDED))):
         return None  # also for a list with the value of each layer
     hidden, heads = values["hidden_size"], values["num_attention_heads"]

@@ -64,8 +64,9 @@ class Run(TrainingRun):
         self.engine.close()
         if isinstance(self.sampler, AsynchronousSampler):
             self.sampler.close()
-        for warning in self.score.take_warnings():  # of a step that did not end: its groups may be missing
-            self.progress.note(warning)
+        for source in (self.score, self.worker.episodes):
+            for warning in source.take_warnings() if source else ():  # of a step that did not end
+                self.progress.note(warning)
         super().close(error)
 
     def is_last(self, step: int) -> bool:

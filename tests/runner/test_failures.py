@@ -254,6 +254,18 @@ def flaky(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
     return [float(len(one.text) % 2) for one in completions]
 
 
+class Unreachable:
+    """A game that sometimes has no server."""
+
+    def reset(self, row: Any) -> None:
+        CALLS.append(0)
+        if len(CALLS) > 1:
+            raise LostError("no server today")
+
+    def step(self, text: str) -> tuple[None, float, bool]:
+        return None, 1.0, True
+
+
 def test_a_reward_that_fails_is_warned_of_and_none_can_catch_the_end_of_its_step(tmp_path: Path, start: Path) -> None:
     CALLS.clear()
     reward = {"kind": "test_failures:flaky", "calls": {"retries": 0, "max_failed": 0.5}}
@@ -271,6 +283,15 @@ def test_a_step_that_lacks_groups_tells_which_rewards_failed(tmp_path: Path, sta
     with pytest.raises(SamplingExhaustedError):
         train(rare(tmp_path, start, run=run, data={"eval_size": 0}, reward=reward, sampler=sampler), notes := Notes())
     assert [line[:6] for line in notes.lines if "no reward today" in line] == ["1 of 4"]
+
+
+def test_a_step_that_lacks_groups_tells_why_episodes_failed(tmp_path: Path, start: Path) -> None:
+    CALLS.clear()
+    env = {"kind": "test_failures:Unreachable", "max_failed": 0.99}
+    sampler, run = {"max_rounds": 1, "on_exhausted": "error"}, {"eval_every": 0}
+    with pytest.raises(SamplingExhaustedError):
+        train(rare(tmp_path, start, run=run, data={"eval_size": 0}, env=env, sampler=sampler), notes := Notes())
+    assert [line for line in notes.lines if "no server today" in line]
 
 
 def test_a_complete_checkpoint_is_written_once(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,9 @@ def test_memory_counts_experts(tmp_path: Path) -> None:
     assert isinstance(shape, ModelShape)
     assert shape.parameters == pytest.approx(30_532_122_624, rel=0.002)  # of Qwen3-30B-A3B, as published
     assert (shape.intermediate, shape.active) == (128 * 768, 8 * 768)
+    ernie = {"moe_num_experts": 128, "moe_k": 8, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | heads | ernie))
+    assert model_shape(ModelConfig(path=str(tmp_path))) == shape
     of_attention = 2 * (2048 + 32 * 128) + 2 * (2048 + 4 * 128)  # experts have no adapters
     assert shape.adapter_parameters(LoraConfig(rank=1)) == 48 * of_attention
 

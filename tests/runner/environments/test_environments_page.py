@@ -82,7 +82,7 @@ def test_a_tool(folder: Path, model_folder: Path, dapo: Dapo) -> None:
     config = EnvironmentConfig(**yaml.safe_load(SNIPPETS["tool: settings"])["env"])
     environment = make_environment(config)()
     assert environment.reset({"answer": "12"}) is None
-    (call,) = re.findall(r"`(<tool_call>.+?)`", PAGE)
+    (call,) = re.findall(r"`(<tool_call>{.+?)`", PAGE)
     assert [message.content for message in environment.step(call)[0]] == ["12"]
     assert environment.step("12") == ((), None, True)
     assert environment.get_reward() is None  # but `reward.kind` has one

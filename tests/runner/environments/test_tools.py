@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dapo_runner.environments.tools import (
     parse_calls,
     template_arguments,
 )
+from dapo_runner.threads import in_thread
 
 HERE = "test_tools"
 TEMPLATE = {  # of a model that writes [name {…}] where it calls a tool
@@ -58,6 +60,21 @@ def echo(text: str | None = None) -> str:
         text: The text.
     """
     return sys.exit() if text is None else text
+
+
+MEETING = asyncio.Barrier(2)
+
+
+async def meet(*, late: bool = False) -> str:
+    """Wait for another episode.
+
+    Args:
+        late: Whether to give up.
+    """
+    if late:
+        raise KeyboardInterrupt
+    await MEETING.wait()
+    return "met"
 
 
 class CounterEnv:
@@ -153,7 +170,6 @@ def test_an_environment_written_for_trl() -> None:
     assert environment.counts == {"tool_calls": 5, "tool_errors": 0, "tool_episodes": 1}
     environment.close()
     assert environment.state.is_closed
-    assert environment.loop.is_closed()
 
 
 @pytest.mark.parametrize(
@@ -180,6 +196,13 @@ def test_a_bad_call_is_answered_with_an_error_and_counted(text: str, word: str) 
     assert len(json.loads(bad)["error"]) <= 200
     assert good == "The counter is at 1."
     assert environment.counts == {"tool_calls": 2, "tool_errors": 1, "tool_episodes": 1}
+
+
+def test_async_tools_of_all_episodes_have_one_event_loop_which_none_can_end() -> None:
+    (error,) = contents(ToolEnvironment([meet]).step(call("meet", late=True)))
+    assert "KeyboardInterrupt" in json.loads(error)["error"]
+    episodes = [in_thread(partial(ToolEnvironment([meet]).step, call("meet"))) for _ in range(2)]
+    assert [contents(episode.result(timeout=30)) for episode in episodes] == [["met"], ["met"]]
 
 
 def test_many_bad_calls_have_no_more_room_than_one() -> None:

@@ -18,6 +18,7 @@ from experts import small_experts
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 import dapo_runner
 from dapo_kernels import metrics as loss_metrics
@@ -152,6 +153,25 @@ def test_the_flops_of_frozen_weights_and_of_experts_that_are_not_used() -> None:
     frozen = model.get_output_embeddings().weight.requires_grad_(False)
     config.num_experts_per_tok *= 2
     assert whole - training_flops(model, [1]) == 2 * frozen.numel()
+
+
+def test_the_flops_of_layers_of_different_heads() -> None:
+    """Of Gemma 4, whose configuration has no head_dim of all layers."""
+    config = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig(
+        **dict.fromkeys(("hidden_size", "intermediate_size", "hidden_size_per_layer_input"), 16),
+        vocab_size=32,
+        vocab_size_per_layer_input=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=16,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    one, two = training_flops(model, [1]), training_flops(model, [2])
+    assert two - 2 * one == 2 * 6 * (2 * 8 + 2 * 16)
 
 
 def test_speed_is_over_the_step_and_the_share_of_the_peak_over_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:

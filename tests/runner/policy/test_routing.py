@@ -194,6 +194,7 @@ def undecided(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for block in blocks_of(model):
             gate = block.gate.weight
             gate.copy_(gate[::4].repeat_interleave(4, 0) + 1e-3 * torch.randn_like(gate))
+    model.config.output_router_logits = True  # as after training with an auxiliary loss
     return save_model(model, make_tokenizer(), tmp_path_factory.mktemp("undecided"))
 
 
