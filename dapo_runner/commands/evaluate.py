@@ -16,7 +16,7 @@ from dapo_runner.checkpoint.files import damage_of, find_checkpoints
 from dapo_runner.checkpoint.snapshot import STATE_FILE
 from dapo_runner.commands.output import complain, print_evaluations, quiet_libraries
 from dapo_runner.commands.recipes import find_recipe
-from dapo_runner.config import Config, ConfigError, RolloutLogConfig, load_config
+from dapo_runner.config import Config, ConfigError, RolloutLogConfig, apply_overrides, flatten, load_config
 from dapo_runner.config.reading import CONFIG_FILE
 from dapo_runner.data.dataset import Dataset, fingerprint, load_data
 from dapo_runner.engines.engine import engine_class
@@ -100,13 +100,15 @@ def _target(target: str, overrides: Sequence[str]) -> tuple[Config, str | Path]:
 
 def _of_run(folder: Path, overrides: Sequence[str]) -> tuple[Config, Path]:
     """Return the configuration of a run, and the model of its newest checkpoint or of the checkpoint ``folder``."""
-    folder = folder.absolute()
-    if folder.parent.name != CHECKPOINTS:  # maybe a link to a checkpoint
+    if (folder := folder.absolute()).parent.name != CHECKPOINTS:  # maybe a link to a checkpoint
         folder = folder.resolve()
     is_checkpoint = folder.parent.name == CHECKPOINTS
     run = folder.parent.parent if is_checkpoint else folder
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder}: expected the folder of a run or of a checkpoint, found no {run / CONFIG_FILE}")
+    fixed = ("model.path", "model.tiny", "model.lora")
+    if given := [key for key in flatten(apply_overrides({}, overrides)) if key.startswith(fixed)]:
+        raise ConfigError(f"{given[0]}: is not supported with {folder}, which has its own. Name a recipe instead.")
     config = read_config(run, Config, overrides)
     if is_checkpoint:
         if (damage := damage_of(folder, contents=False)) is not None:

@@ -155,6 +155,8 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
         try:
+            if len(set(names := [name for name in rows.fieldnames or () if name])) < len(names):
+                raise csv.Error(f"expected different names of columns, got {', '.join(names)}")
             for row in rows:
                 if None in row or None in row.values():
                     raise csv.Error(f"expected {len(rows.fieldnames or ())} values, as the first line names")

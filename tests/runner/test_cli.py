@@ -142,6 +142,10 @@ ON_FILES = "model.tiny=null model.path=MODEL data.format=gsm8k data.path=GOOD da
         ),
         ("eval RUN data.eval_size=12 data.arithmetic.train_size=50", "data: data.eval"),  # 12 may have been trained on
         ("eval RUN data.arithmetic.train_size=50", "data: data.eval"),
+        ("eval RUN model.tiny=null model.path=MODEL", "model.tiny: RUN"),  # would evaluate the run's own model
+        ("eval RUN model.path=MODEL", "model.path: RUN"),
+        ("eval RUN --model.lora null", "model.lora: RUN"),
+        ("eval RUN/checkpoints/step_000002 model.path=MODEL", "model.path: RUN"),
         ("eval RUN --json nowhere/figures.json", "--json"),
         ("eval RUN --json EMPTY", "--json"),
         ("report RUN --max-mb nan", "--max-mb"),

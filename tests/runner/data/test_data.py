@@ -199,6 +199,7 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, row: dict[str, Any], p
         ("d.json", ' [{"q": "Why?", "a": "1, 2"},\n {"q": "Wö\\n?", "a": "3"}]'),
         ("d.json", '{"q": "Why?", "a": "1, 2"}\n{"q": "Wö\\n?", "a": "3"}\n'),
         ("d.csv", 'q,a\r\nWhy?,"1, 2"\r\n"Wö\n?",3\r\n'),
+        ("d.csv", 'q,a,,\nWhy?,"1, 2",,\n"Wö\n?",3,,\n'),  # empty columns of a spreadsheet
     ],
 )
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
@@ -219,6 +220,7 @@ def test_json_and_csv_are_read(tmp_path: Path, name: str, content: str, mark: st
         ("d.csv", "q,a\n1\n", "line 2"),
         ("d.csv", 'q,a\n"1"x,2\n', "line 2"),
         ("d.csv", 'q,a\n"1,2\n', "d.csv"),
+        ("d.csv", "q,a,a\n1,2,3\n", "line 1.*q, a, a"),
         ("d.csv", b"q,a\ncaf\xe9,2\n", "d.csv"),
         ("d.parquet", "PAR1", "d.parquet"),
         ("d.jsonl", "", "data.path"),
