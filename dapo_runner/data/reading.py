@@ -79,11 +79,10 @@ def convert_rows(path: Path, subset: str | None, split: str, convert: Callable[[
     """Yield ``convert(row)`` for each row. Raises ConfigError with the data set, the row and what was expected."""
     for n, row in enumerate(read_rows(path, subset, split), start=1):
         try:
-            converted = convert(row)
+            yield convert(row)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{path}, row {n}: expected data.columns to fit ({reason}), got {row!r:.160}") from error
-        yield converted
 
 
 def missing_data(path: Path) -> str | None:

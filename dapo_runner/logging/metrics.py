@@ -68,8 +68,7 @@ def sampling_metrics(stats: SamplingStats, filter_on: str | None = None) -> dict
     values: dict[str, float] = {name: stats[name] for name in counted}
     if stats["groups"]:
         by_reward = ("varying_reward_only", "varying_reward") if filter_on == "reward" else ()
-        for name in ("all_correct", "all_incorrect", "mixed", *by_reward):
-            values[name] = stats[name] / stats["groups"]
+        values |= {key: stats[key] / stats["groups"] for key in ("all_correct", "all_incorrect", "mixed", *by_reward)}
         if by_reward:
             values["equal_reward"] = 1 - values["varying_reward"]
         totals = {"accuracy": "correct", "reward": "reward", "length": "tokens", "truncated": "truncated"}

@@ -214,6 +214,8 @@ class Run(TrainingRun):
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         if sampled.shortfall:
             self.progress.note(sampled.shortfall)
+        if step == self.start_step + 1 and trained.figures.get("grad_norm") == 0:  # noted once
+            self.progress.note("train/grad_norm is 0. Are the rewards in each group equal? See docs/troubleshooting.md")
         return sampled.generated
 
     def evaluate(self, step: int) -> None:

@@ -140,8 +140,7 @@ class TrainingRun:
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written. Raises CheckpointError if it failed."""
-        done = self.background_saves.finish() if self.background_saves is not None else None
-        if done is not None:
+        if self.background_saves is not None and (done := self.background_saves.finish()) is not None:
             self.saved_step = done.step
 
     def save_before_stopping(self, error: BaseException) -> None:

@@ -227,6 +227,20 @@ def test_a_mismatch_above_the_limit_warns(tmp_path: Path, start: Path) -> None:
     assert above == sum("rollout.max_mismatch_kl" in line for line in notes.lines) > 0
 
 
+def constant(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
+    return [0.1] * len(completions)
+
+
+@pytest.mark.parametrize("kind", ["integer", "test_failures:constant"])
+def test_a_first_step_without_a_gradient_is_noted_once(kind: str, tmp_path: Path, start: Path) -> None:
+    """Without a length penalty, equal rewards leave advantages of exactly 0."""
+    reward = {"kind": kind, "overlong": {"soft_punishment": False}}
+    run = train(rare(tmp_path, start, run={"steps": 2}, reward=reward), notes := Notes())
+    norms = steps_of(run, "train/grad_norm")
+    assert (norms == [0, 0]) == (kind != "integer")
+    assert sum("train/grad_norm" in line for line in notes.lines) == (norms[0] == 0)
+
+
 @pytest.mark.parametrize(("phase", "call", "evaluated"), [("rollout", 3, [0, 2]), ("evaluate", 2, [0])])
 def test_what_would_end_too_late_is_abandoned(
     phase: str, call: int, evaluated: list[int], whole: Path, tmp_path: Path, start: Path
