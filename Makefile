@@ -19,10 +19,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
 	$(INSTALL) -e '.[dev]'
 	touch $(VENV)/.runner $@
 
-# What training takes, without what the tests take (Triton, TRL, linters: half a gigabyte more).
+# What training and the web page take, without what the tests take (Triton, TRL, linters: half a gigabyte more).
 $(VENV)/.runner: pyproject.toml constraints.txt $(SOURCES)
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(INSTALL) -e '.[runner]'
+	$(INSTALL) -e '.[runner,html]'
 	touch $@
 
 # verl's losses, for their tests: 81 MB without the forty packages verl asks for (one of them an older transformers).
