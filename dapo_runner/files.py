@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,18 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     unfinished.write_bytes(_encode(content))
     force_to_disk(unfinished)
     unfinished.replace(path)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder, with the modes of new files: nobody could remove the copy of a read-only one with its modes."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        (copy_folder if path.is_dir() else shutil.copyfile)(path, target / path.name)
+
+
+def share(path: Path) -> None:
+    """Let all who may read the folder of ``path`` read the file: safetensors lets only its owner."""
+    path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)
 
 
 def force_to_disk(path: Path) -> None:
@@ -67,14 +80,18 @@ def drop_incomplete_line(path: Path) -> None:
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def lock_file(path: Path) -> BinaryIO:
-    """Open a file and lock it until it is closed. Raises BlockingIOError where another process holds the lock."""
+def lock_file(path: Path, note: Callable[[str], None] | None = None) -> BinaryIO:
+    """Open a file and lock it until it is closed. Raises BlockingIOError where another process holds the lock. A file
+    system without locks is reported to ``note``, or raises OSError.
+    """
     file = path.open("ab+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
+    except OSError as error:
+        if note is None or isinstance(error, BlockingIOError):
+            file.close()
+            raise
+        note(f"{path} cannot be locked ({error}). Make sure that no other process uses it.")
     return file
 
 

@@ -24,6 +24,7 @@ from dapo_runner.data.arithmetic import ArithmeticProblem, split_problems
 from dapo_runner.data.dataset import apply_template
 from dapo_runner.engines.hf import HFEngine
 from dapo_runner.errors import describe_error
+from dapo_runner.files import share
 from dapo_runner.plugins import import_function
 from dapo_runner.rewards.scoring import Scorer
 from dapo_runner.rollout.episodes import EpisodeRunner
@@ -143,6 +144,7 @@ def ensure_tiny_model(config: Config, folder: Path, report: Callable[[str], None
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    share(unfinished / "model.safetensors")
     unfinished.rename(folder)
     MADE_HERE.add(folder)
     return folder

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from dapo_runner.errors import RunError
-from dapo_runner.files import force_to_disk
+from dapo_runner.files import copy_folder, force_to_disk
 from dapo_runner.parallel.world import SINGLE_PROCESS, World
 
 MANIFEST = "manifest.json"
@@ -53,8 +53,7 @@ def checkpoint_to_resume(folder: Path) -> Checkpoint | None:
 
     Raises CheckpointError if it is damaged: you decide whether to resume from an older one.
     """
-    checkpoints = find_checkpoints(folder, damaged=True)
-    if not checkpoints:
+    if not (checkpoints := find_checkpoints(folder, damaged=True)):
         return None
     newest = checkpoints[-1]
     if (damage := damage_of(newest.path)) is not None:
@@ -77,14 +76,10 @@ def damage_of(path: Path, *, contents: bool = True) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or unreadable"
     for file, (size, _) in expected.items():
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
+        if (found := file.stat().st_size if file.is_file() else None) != size:
             return f"{file.relative_to(path)}: expected {size} bytes, got {'no file' if found is None else found}"
-    if contents:
-        with ThreadPoolExecutor() as pool:
-            for file, digest in zip(expected, pool.map(_digest, expected), strict=True):
-                if digest != expected[file][1]:
-                    return f"{file.relative_to(path)} has other content than was written"
+    if contents and (other := [file for file, digest in _digests(expected).items() if digest != expected[file][1]]):
+        return f"{other[0].relative_to(path)} has other content than was written"
     return None
 
 
@@ -139,9 +134,8 @@ def finish(unfinished: Path, entries: Mapping[str, Mapping[str, Any]], keep: int
 
 def entries_of(paths: Collection[Path], folder: Path) -> dict[str, dict[str, Any]]:
     """Return the manifest entries of files in ``folder``."""
-    with ThreadPoolExecutor() as pool:
-        found = zip(paths, pool.map(_digest, paths), strict=True)
-        return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha} for path, sha in found}
+    found = _digests(paths).items()
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha} for path, sha in found}
 
 
 def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
@@ -151,7 +145,7 @@ def copy_checkpoint(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         raise CheckpointError(f"{final}: expected no checkpoint there yet")
     with writing(final, folder):
         unfinished = begin(final)
-        shutil.copytree(checkpoint.path, unfinished, dirs_exist_ok=True)
+        copy_folder(checkpoint.path, unfinished)
         if (damage := damage_of(unfinished)) is not None:
             shutil.rmtree(unfinished)
             raise CheckpointError(f"{checkpoint.path} is damaged: {damage}")
@@ -164,6 +158,14 @@ def _move_into_place(unfinished: Path) -> None:
         force_to_disk(path)
     unfinished.rename(unfinished.with_name(unfinished.name.removesuffix(UNFINISHED)))
     force_to_disk(unfinished.parent)
+
+
+def _digests(paths: Collection[Path]) -> dict[Path, str]:
+    try:
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(paths, pool.map(_digest, paths), strict=True))
+    except RuntimeError:  # no thread can start
+        return dict(zip(paths, map(_digest, paths), strict=True))
 
 
 def _digest(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dapo_runner.files import force_to_disk
+from dapo_runner.files import force_to_disk, share
 from dapo_runner.parallel.world import World
 from dapo_runner.policy.model import Policy
 from dapo_runner.policy.weights import checkpoint_weights, layer_of
@@ -38,7 +38,7 @@ def write_model(weights: dict[str, Tensor], checkpoint: Path, world: World) -> l
         return []
     path = checkpoint / FOLDER / _file_name(world.rank, world.size)
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+    share(path)
     force_to_disk(path)
     return [path]
 

@@ -21,7 +21,7 @@ from dapo_runner.config.rollout import host_and_port
 from dapo_runner.engines.client import key_file, make_key, server_key
 from dapo_runner.engines.nccl import NCCLTransfer
 from dapo_runner.engines.vllm import VLLMEngine, engine_arguments, engine_environment
-from dapo_runner.files import check_writable
+from dapo_runner.files import check_writable, share
 from dapo_runner.policy.lengths import check_length
 from dapo_runner.policy.model import resolve_device
 from dapo_runner.preflight.needs import check_model
@@ -88,8 +88,7 @@ def server_environment(config: Config, url: str) -> dict[str, str]:
     """Return environment variables of the server: the weight transfer endpoints, and the API key, which as an argument
     would be visible to every user of the machine. Creates the key file without `key_env`. Raises ConfigError.
     """
-    key_env = config.rollout.server.key_env
-    if key_env is None:
+    if (key_env := config.rollout.server.key_env) is None:
         make_key(url)
     return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": server_key(url, key_env), **engine_environment(config)}
 
@@ -97,10 +96,8 @@ def server_environment(config: Config, url: str) -> dict[str, str]:
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, value in arguments.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            yield f"--{flag}" if value else f"--no-{flag}"
-        else:
-            yield f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}"
+        shown = json.dumps(value) if isinstance(value, dict) else value
+        yield f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={shown}"
 
 
 def _model(config: Config, server: int) -> str | Path:
@@ -117,4 +114,5 @@ def _model(config: Config, server: int) -> str | Path:
         folder, tokenizer = config.run_dir / f"served-{server}", tiny_tokenizer(config)
         make_model(config.model.tiny, tokenizer, config.longest_sequence).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        share(folder / "model.safetensors")
     return folder

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from dapo_runner.algorithms.selection import TokenValues
 from dapo_runner.checkpoint.files import Checkpoint, writing
 from dapo_runner.config import Config, SftConfig
-from dapo_runner.files import append_jsonl
+from dapo_runner.files import append_jsonl, share
 from dapo_runner.logging.metrics import METRICS_FILE, TIMINGS_FILE, MetricsLog, jsonable, prefixed
 from dapo_runner.logging.rollout_log import EVALUATIONS, ROLLOUTS, RolloutLog
 from dapo_runner.logging.trackers import Trackers
@@ -90,12 +90,12 @@ def save_batch(path: Path, batches: Sequence[PackedBatch], error: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     named = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.tensors().items()}
     save_file({name: tensor.cpu().contiguous() for name, tensor in named.items()}, path, metadata={"error": error})
+    share(path)
 
 
 def log_changes(folder: Path, step: int, changes: Changes) -> None:
     """Write the settings that have changed from ``step`` on."""
-    rows = [jsonable({"key": key, "before": before, "after": after}) for key, before, after in changes]
-    if not rows:
+    if not (rows := [jsonable({"key": key, "before": before, "after": after}) for key, before, after in changes]):
         return  # do not create an empty file
     with _writing(folder, CHANGES_FILE):
         path = MetricsLog(folder / CHANGES_FILE, keep_through=step).path

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dapo_runner.config import ConfigError, LoraConfig
+from dapo_runner.files import share
 from dapo_runner.packages import PEFT, meets
 from dapo_runner.parallel.sharding import whole
 from dapo_runner.policy.weights import stored_tensors
@@ -49,9 +50,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
         raise ConfigError(f"model.lora.targets: expected layers, got: {str(error).splitlines()[0]}") from error
     head = model.get_output_embeddings()
     if _is_adapted(head) and head.weight is model.get_input_embeddings().weight:
-        raise ConfigError(
-            "model.lora.targets: an output head tied to the embedding is not supported with adapters. Leave it out."
-        )
+        raise ConfigError("model.lora.targets: an output head tied to the embedding is not supported. Leave it out.")
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     for target in [] if isinstance(config.targets, str) else config.targets:  # peft ignores those that are not there
         if not any(f".{name}".endswith(f".{target}") for name in adapted):
@@ -107,8 +106,8 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 def save_adapters(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     """Write ``adapter_tensors`` to a new ``folder`` in peft's format."""
     folder.mkdir()
-    save_file(tensors, path := folder / WEIGHTS_FILE)
-    path.chmod(path.stat().st_mode | folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+    save_file(tensors, folder / WEIGHTS_FILE)
+    share(folder / WEIGHTS_FILE)
     model.peft_config[ADAPTER].save_pretrained(folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -37,27 +36,18 @@ def lock_folder(folder: Path, note: Callable[[str], None]) -> BinaryIO:
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        file = lock_file(path)
+        file = lock_file(path, note)
     except BlockingIOError as error:
-        used = f"used by {_owner(path)}. Stop it first."
-        raise ConfigError(f"run.name: expected a free folder, got {folder}, {used}") from error
-    except OSError as error:  # a file system without locks
-        note(f"{path} cannot be locked ({error}). Make sure that no other process trains in this folder.")
-        file = path.open("ab+")
+        owner = path.read_text(encoding="utf-8").strip() or "another process"  # which has not written its name yet
+        raise ConfigError(f"run.name: expected a free folder, got {folder}, used by {owner}. Stop it first.") from error
+    except PermissionError as error:
+        raise ConfigError(f"run.name: {error}. If no other user's process trains there, remove that file.") from error
     file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     file.flush()
     # A child that a plug-in forks shares the lock, and would keep it after this process is killed.
     os.register_at_fork(after_in_child=file.close)
     return file
-
-
-def _owner(path: Path) -> str:
-    try:
-        owner = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):  # it holds the lock, but has not written its process id yet
-        return "another process"
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:

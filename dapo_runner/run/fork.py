@@ -7,7 +7,6 @@ may change. The checkpoint is copied, so the fork does not depend on the other r
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dapo_runner.checkpoint.files import Checkpoint, copy_checkpoint, find_check
 from dapo_runner.config import Config, ConfigError
 from dapo_runner.config.reading import CONFIG_FILE, may_change
 from dapo_runner.config.rollout import SamplingConfig
-from dapo_runner.files import atomic_write, read_jsonl
+from dapo_runner.files import atomic_write, copy_folder, read_jsonl
 from dapo_runner.logging.run_log import CHANGES_FILE, CHECKPOINTS, log_fork
 from dapo_runner.logging.versions import this_version
 from dapo_runner.rollout.sampler import DynamicSampler
@@ -72,10 +71,8 @@ def find_origin(config: Config) -> tuple[Checkpoint, list[Change]]:
 def _settings_at(source: Path, step: int) -> dict[str, Any]:
     """Return the settings of the run when it saved ``step``: later changes are undone."""
     settings = settings_of(read_config(source, Config)) | {"version": version_of(source)}
-    for change in reversed(_changes(source)):
-        if change["step"] >= step:
-            settings[change["key"]] = change["before"]
-    return settings
+    later = (change for change in reversed(_changes(source)) if change["step"] >= step)
+    return settings | {change["key"]: change["before"] for change in later}
 
 
 def _changes(folder: Path) -> list[dict[str, Any]]:
@@ -90,7 +87,7 @@ def start_fork(config: Config, folder: Path) -> Checkpoint:
     log_fork(folder, origin, changes)
     tiny, frozen = (origin.path.parent.parent / name for name in (TINY_MODEL, FROZEN_FILE))
     if tiny.is_dir():
-        shutil.copytree(tiny, folder / TINY_MODEL, dirs_exist_ok=True)
+        copy_folder(tiny, folder / TINY_MODEL)
     if frozen.is_file():
         others, digests = {change.key for change in changes}, json.loads(frozen.read_text(encoding="utf-8"))
         atomic_write(folder / FROZEN_FILE, json.dumps({key: digests[key] for key in digests.keys() - others}))

@@ -31,9 +31,8 @@ def check_frozen(config: Config, start: Path, *, is_resumed: bool) -> None:
     now = {key: digest for key, path in models.items() if (digest := sample_model(path)) is not None}
     for key in now:
         if before.get(key, now[key]) != now[key]:
-            here = f"{models[key]}, with which {config.run_dir} began"
-            same = f"or delete {file} if they are the same"
-            raise ConfigError(f"{key}: expected the files of {here}, got others. Restore them, {same}.")
+            wanted = f"expected the files of {models[key]} with which {config.run_dir} began, got others"
+            raise ConfigError(f"{key}: {wanted}. Restore them, or delete {file} if they are the same.")
     if before != now:
         atomic_write(file, json.dumps(before | now))
 

@@ -209,12 +209,9 @@ def convert_answers(source: Path, out: Path, config: ConvertConfig, report: Call
 
 def _lock(journal: Path, report: Callable[[str], None]) -> BinaryIO:
     try:
-        return lock_file(journal)
+        return lock_file(journal, report)
     except BlockingIOError as error:
         raise ConfigError(f"{journal}: expected a file that no other process writes. End that one first.") from error
-    except OSError as error:  # a file system without locks
-        report(f"{journal} cannot be locked ({error}). Start no second process for it.")
-        return journal.open("ab+")
 
 
 def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:

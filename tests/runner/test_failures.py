@@ -492,6 +492,7 @@ def test_a_nonfinite_update_is_kept(start: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Learner, "update", update)
     (kept,) = (tmp_path / "small" / "nonfinite").iterdir()
     assert str(kept.parent) in str(caught.value)
+    assert kept.stat().st_mode == (kept.parents[1] / "metrics.jsonl").stat().st_mode
     stored, batches = load_file(kept), updated[-1].micro_batches
     wanted = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.tensors().items()}
     assert stored.keys() == wanted.keys()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import shutil
@@ -83,6 +85,31 @@ def test_a_lock_is_exclusive_until_it_is_closed(tmp_path: Path) -> None:
     with lock_file(tmp_path / "lock"), pytest.raises(BlockingIOError):
         lock_file(tmp_path / "lock")
     lock_file(tmp_path / "lock").close()
+
+
+def test_a_file_system_without_locks_gets_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    notes = list[str]()
+    lock_folder(tmp_path / "run", notes.append).close()
+    assert [str(tmp_path / "run" / LOCK_FILE) in note for note in notes] == [True]
+    with pytest.raises(OSError, match="no locks"):
+        lock_file(tmp_path / "lock")
+
+
+def test_a_lock_file_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def forbidden(path: Path, mode: str = "r", **options: Any) -> Any:
+        if path.name == LOCK_FILE:
+            raise PermissionError(errno.EACCES, "denied", str(path))
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with refused("run.name", parts=[str(tmp_path / LOCK_FILE)]):
+        lock_folder(tmp_path, pytest.fail)
 
 
 def hold(folder: Path, pipe: Connection) -> None:
@@ -302,6 +329,21 @@ def test_a_fork_goes_on_as_its_run_did(source: Path, fork: Fork, tmp_path: Path)
     first, *changes = read_jsonl(run / CHANGES_FILE)
     assert first == {"step": 4, "kind": "fork", "from": str(origin / CHECKPOINTS / "step_000004")}
     assert [event["key"] for event in changes] == ["run.steps", "run.steps"]
+
+
+def test_a_fork_of_a_read_only_run_has_the_modes_of_new_files(source: Path, fork: Fork, tmp_path: Path) -> None:
+    """Else a killed copy could not be removed, and the fork could not start again."""
+    origin = copy_through(source, tmp_path / "source", 6)
+    (origin / "model").mkdir()
+    (origin / "model" / "weights").touch()
+    found = [origin, *origin.rglob("*")]
+    for path in found:
+        path.chmod(path.stat().st_mode & ~0o222)
+    run = train(fork(origin=origin, run={"steps": 5}), Notes())
+    for path in found:
+        path.chmod(path.stat().st_mode | 0o200)
+    assert [path for path in run.rglob("*") if not path.stat().st_mode & 0o200] == []
+    assert (run / "model" / "weights").is_file()
 
 
 def test_a_fork_has_the_settings_at_its_checkpoint(source: Path, start: Path, fork: Fork, tmp_path: Path) -> None:

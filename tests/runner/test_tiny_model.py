@@ -45,6 +45,8 @@ def test_it_ends_once_enough_problems_are_solved(tmp_path: Path, monkeypatch: py
         return lines
 
     assert 1 < len(warm_up(stop_at=0.05)) < 9  # a line for every ten steps
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1  # also of the weights, which safetensors writes for the owner alone
     assert warm_up() == []  # it is there
     assert warm_up(turns="random:random") == []  # by this process
     monkeypatch.setattr("dapo_runner.tiny_model.MADE_HERE", set())
