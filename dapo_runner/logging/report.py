@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dapo_runner.errors import ConfigError
+from dapo_runner.files import atomic_write
 from dapo_runner.logging.curves import Points, find_curve, read_curves
 from dapo_runner.logging.metric_table import Panel, panels_of, step_name
 from dapo_runner.logging.metrics import METRICS_FILE
@@ -25,8 +27,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         raise ConfigError(f"{run / METRICS_FILE}: expected the metrics of a run, got no file or an empty one")
     out = out or run / REPORT_FILE
     figure = draw(points, title=run.absolute().name.encode(errors="replace").decode())
-    with out.open("wb") as file, warnings.catch_warnings(action="ignore", category=UserWarning):  # of missing glyphs
-        figure.savefig(file, format=out.suffix[1:])
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of missing glyphs
+        figure.savefig(data := BytesIO(), format=out.suffix[1:])
+    atomic_write(out, data.getvalue())
     return out
 
 
