@@ -36,8 +36,8 @@ from dapo_runner.types import Group, Prompt
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
-    if (out := options.json) is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ConfigError(f"--json: expected a file in a folder that can be written to, got {out}")
+    if (out := options.json) and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        raise ConfigError(f"--json: expected a file that can be written to, got {out}")
     if (folder := options.responses) is not None and (folder.exists() or not os.access(folder.parent, os.W_OK)):
         raise ConfigError(f"--responses: expected a new folder in one that can be written to, got {folder}")
     config, source = _target(options.target, overrides)

@@ -199,6 +199,11 @@ def test_eval_of_any_checkpoint(run: Path, dapo: Dapo, tmp_path: Path, monkeypat
     dapo("eval", newest, "--json", "/dev/full", code=1)
     assert "No space left" in dapo.err
     assert f"{logged['avg@2']:.1%}" in dapo.out
+    with monkeypatch.context() as patch:
+        kept = tmp_path / "kept.json"
+        kept.touch()
+        patch.setattr(os, "access", lambda path, mode: path != kept)
+        dapo.refuses("--json", "eval", newest, "--json", kept)
     dapo("eval", newest, "reward.kind=choice", code=2)  # no answer is a letter
     assert "reward.kind: expected a rule" in dapo.err
     (tmp_path / "best").symlink_to(newest)
@@ -230,6 +235,10 @@ def test_report_draws_the_picture_and_splits_the_time(run: Path, tmp_path: Path,
     shares = [float(share) for share in re.findall(r"([\d.]+) ?%", out)]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    old = tmp_path / "p.png"
+    os.link(old, tmp_path / "old.png")
+    dapo("report", run, "--out", old)
+    assert not old.samefile(tmp_path / "old.png")  # it may belong to another user
     write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "kind": "step", "train/loss": 0.5}])  # one panel
     dapo("report", tmp_path, "--out", tmp_path / "p.SVG")
     assert b"<svg" in (tmp_path / "p.SVG").read_bytes()
