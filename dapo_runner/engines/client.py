@@ -95,17 +95,17 @@ class Server:
                 method, self.url + path, body, key=self.key, headers=headers, timeout=timeout, max_bytes=MAX_BYTES
             )
         except http.HTTPError as error:
-            message = str(error)
-            if error.status == 401:
-                message += f". {key_env or key_file(self.url)} must hold the key of `dapo serve`"
+            hint = f". {key_env or key_file(self.url)} must hold the key of `dapo serve`" if error.status == 401 else ""
             kind = RefusedError if error.status in (401, 403) else ServerError
-            raise kind(message, error.status, error.waited) from None
+            raise kind(f"{error}{hint}", error.status, error.waited) from None
 
 
 def key_file(url: str) -> Path:
     """Return the path of the key file of the server at ``url``, in the user's configuration folder."""
-    settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return settings / "dapo" / "keys" / urlsplit(url).netloc.lower()
+    settings = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    if settings.startswith("~"):  # a user without a home folder
+        raise ConfigError("rollout.server.key_env: expected a name, or HOME or XDG_CONFIG_HOME to be set")
+    return Path(settings, "dapo", "keys") / urlsplit(url).netloc.lower()
 
 
 def make_key(url: str) -> None:
@@ -137,7 +137,7 @@ def _read_key(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rollout.server.key_env: expected a readable key in {path}, got: {error}") from error
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
-        raise ConfigError(f"rollout.server.key_env: {path} must be private. Run `chmod 600 {path}`.")
+        raise ConfigError(f"rollout.server.key_env: {path} must be private to user {os.getuid()}: chown or chmod 600.")
     if not (key and key.isprintable()):
         raise ConfigError(f"rollout.server.key_env: expected a key of printable ASCII characters in {path}. Delete it.")
     return key

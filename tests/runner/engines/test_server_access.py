@@ -30,7 +30,7 @@ from dapo_runner.commands.serve import _check_free, _model, server_arguments
 from dapo_runner.config import ConfigError, load_config
 from dapo_runner.config.rollout import ServerConfig
 from dapo_runner.engines import guard, pool
-from dapo_runner.engines.client import RolloutError, Server, ServerError
+from dapo_runner.engines.client import RolloutError, Server, ServerError, key_file
 from dapo_runner.engines.guard import CLAIM, OWNED, RELEASE, Guard, Ownership, model_facts, server_limits
 from dapo_runner.engines.receiver import Receiver
 from dapo_runner.http import run
@@ -68,7 +68,11 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 def test_a_server_and_its_trainer_share_a_key_without_a_setting(
-    fleet: Fleet, started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fleet: Fleet,
+    started: Started,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, urls = fleet[0], f"rollout.server.urls=[{fleet[0].url}]"
     trainer = Server(server.url, ServerConfig())
@@ -98,10 +102,22 @@ def test_a_server_and_its_trainer_share_a_key_without_a_setting(
         run(trainer.get("/weight_info"))  # it has read the key
         with refused("rollout.server.key_env"):
             run(Server(server.url, ServerConfig()).get("/weight_info"))
+    path.write_text("key")
+    with monkeypatch.context() as patch, refused("rollout.server.key_env", parts=["4004004"]):
+        patch.setattr(os, "getuid", lambda: 4004004)
+        run(Server(server.url, ServerConfig()).get("/weight_info"))
     path.parent.rename(tmp_path / "keys")
     path.parent.touch()
     assert main(["serve", str(tmp_path / "small.yaml"), "rollout.engine=server"]) == 2
     assert "rollout.server.key_env: " in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_folder_needs_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4004004)  # not in /etc/passwd
+    with refused("rollout.server.key_env"):
+        key_file("http://localhost:8000")
 
 
 def test_what_a_server_is_started_with(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +147,8 @@ def test_servers_of_a_tiny_model_need_not_wait_for_the_trainer_to_make_it(tmp_pa
     lock = lock_folder(config.run_dir, print)  # as the trainer has while it does
     folders = [Path(_model(config, server)) for server in (0, 1, 0)]
     assert folders[0] == folders[2] != folders[1]
-    assert all((folder / "config.json").exists() for folder in folders)
+    for config_file, weights in ((folder / "config.json", folder / "model.safetensors") for folder in folders):
+        assert config_file.stat().st_mode == weights.stat().st_mode
     lock.close()
     with refused("model.path"):
         _model(make_config(model={"tiny": None, "path": str(tmp_path)}), 0)
