@@ -35,8 +35,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     jobs = max(1, len(os.sched_getaffinity(0)) // study.threads) if options.jobs is None else options.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
-    neighbor = path.parent / study.base
-    base = neighbor if neighbor.is_file() else find_recipe(study.base)
+    base = neighbor if (neighbor := path.parent / study.base).is_file() else find_recipe(study.base)
     runs, starts = plan_runs(study, base), plan_starts(study, base)
     if starts and read_recipe(base).get("model", {}).get("path"):
         raise ConfigError(f"{min(starts)}: expected a start model, found none. The recipe's first lines show how.")
@@ -55,16 +54,16 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     quiet_libraries()
     study.folder.mkdir(parents=True, exist_ok=True)
     with closing(lock_folder(study.folder_of_runs, print)):
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent) as pool:
-            for note in pool.map(make_start, starts, starts.values()):
-                print(note, flush=True)
+        if starts:  # the pool requires semaphores, which some systems lack
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent) as pool:
+                for note in pool.map(make_start, starts, starts.values()):
+                    print(note, flush=True)
         return _carry_out(study, runs, waiting, jobs)
 
 
 def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
     """Return the configuration with the model and data of its start run, if that has not been trained yet."""
-    start = starts.get(Path(config.model.path or ""))
-    if start is None:
+    if (start := starts.get(Path(config.model.path or ""))) is None:
         return config
     model = config.model.model_copy(update={"path": None, "tiny": start.model.tiny})
     return config.model_copy(update={"model": model, "data": start.data})
