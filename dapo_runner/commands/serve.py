@@ -96,8 +96,10 @@ def server_environment(config: Config, url: str) -> dict[str, str]:
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, value in arguments.items():
         flag = name.replace("_", "-")
-        shown = json.dumps(value) if isinstance(value, dict) else value
-        yield f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={shown}"
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}"
 
 
 def _model(config: Config, server: int) -> str | Path:
