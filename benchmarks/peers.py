@@ -200,15 +200,15 @@ def _quack_linear(problem: Problem) -> Callable[..., Any]:
     return lambda hidden, weight, ids, **how: function(hidden, weight, None, ids, inplace_backward=in_place, **how)
 
 
-_CUT = "cut_cross_entropy"
+_CUT, _CCE = "cut_cross_entropy", {**_LOSSES, "rounds_softmax": True}  # it adds up gradients in bfloat16
 
 
-@_peer("cut-cross-entropy", "apple's default, reduction none: small gradients left out", "hidden", _CUT, **_LOSSES)
+@_peer("cut-cross-entropy", "apple's default, reduction none: gradients below 2⁻¹² left out", "hidden", _CUT, **_CCE)
 def _cut(problem: Problem, filter_eps: str | None = "high") -> Callable[..., Any]:
     return functools.partial(import_module(_CUT).linear_cross_entropy, filter_eps=filter_eps)
 
 
-@_peer("cut-cross-entropy, unfiltered", "apple's, reduction none, filter_eps=None", "hidden", _CUT, **_LOSSES)
+@_peer("cut-cross-entropy, unfiltered", "apple's, reduction none, filter_eps=None", "hidden", _CUT, **_CCE)
 def _cut_unfiltered(problem: Problem) -> Callable[..., Any]:
     return _cut(problem, None)
 
