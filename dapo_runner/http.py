@@ -73,6 +73,15 @@ def shared_loop(name: str = "http") -> asyncio.AbstractEventLoop:
         return LOOPS[name]
 
 
+def replace_if_blocked(name: str) -> None:
+    """Give other calls a new event loop ``name`` if a function blocks this one."""
+    try:
+        if name in LOOPS:
+            start(asyncio.sleep(0), name).result(1.0)
+    except TimeoutError:
+        LOOPS.pop(name, None)
+
+
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         with suppress(SystemExit, KeyboardInterrupt):  # raised by a task, whose future has it too

@@ -106,7 +106,8 @@ def _model(config: Config, server: int) -> str | Path:
     """Return the model that the server loads before the trainer sends weights."""
     if (path := config.model.path) is not None:
         check_model("model.path", path)
-        check_length("model.path", path, config.model, config.longest_sequence, "rollout.max_response_tokens")
+        limits = "evaluation.max_response_tokens and rollout.max_response_tokens"
+        check_length("model.path", path, config.model, config.longest_sequence, limits)
         return path
     assert config.model.tiny is not None
     check_tiny(config)

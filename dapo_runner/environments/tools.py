@@ -18,6 +18,7 @@ from dapo_runner.environments.template import CUT, ToolCall, parse_calls
 from dapo_runner.errors import describe_error
 from dapo_runner.plugins import import_function
 
+TOOL_LOOP = "tools"  # the name of the event loop of async tools
 CALL = ConfigDict(strict=True, arbitrary_types_allowed=True)  # as JSON: "3" is no integer, a list may be a tuple
 MOST_CHARACTERS = 4096  # of a tool's result; a longer one is an error that the policy sees
 
@@ -85,7 +86,7 @@ class ToolEnvironment(Environment):
 
 def _await(result: Any) -> Any:
     """Return the result of a coroutine. All episodes share one event loop: clients are bound to theirs."""
-    return http.wait(http.start(result, "tools")) if inspect.iscoroutine(result) else result
+    return http.wait(http.start(result, TOOL_LOOP)) if inspect.iscoroutine(result) else result
 
 
 def make_environment(config: EnvironmentConfig, *options: Any) -> Callable[[], Environment]:

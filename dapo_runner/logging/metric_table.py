@@ -154,7 +154,7 @@ def title_and_unit(key: str) -> tuple[str, str]:
                 name = key.partition("/")[2] if curve.key.endswith("*") else curve.label
                 return panel.title if len(panel.curves) == 1 else f"{panel.title}: {name}", panel.unit
     pattern, unit, meaning, *_ = next((row for row in read_glossary() if fnmatchcase(key, row[0])), ("", "", ""))
-    return meaning.split(".")[0].split(" (")[0] if pattern == key else key, unit
+    return meaning.split(". ")[0].rstrip(".").split(" (")[0] if pattern == key else key, unit
 
 
 def read_glossary() -> list[tuple[str, ...]]:

@@ -57,7 +57,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
             raise ConfigError(f"model.lora.targets: expected layers of {type(model).__name__}, got {target}")
     for name, module in adapted.items():
         if not isinstance(module, peft.tuners.lora.Linear):
-            advice = "Set it to those of the attention: [q_proj, k_proj, v_proj, o_proj]"
+            advice = "Set it to layers of the attention, such as [q_proj, o_proj] (docs/training-options.md)"
             raise ConfigError(f"model.lora.targets: expected linear layers, got {name}. {advice}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import reprlib
 import signal
 import threading
@@ -128,8 +127,8 @@ def call_with_timeout(seconds: float, function: Callable[[], Any], is_async: boo
         future = in_thread(function)
     if not wait([future], seconds).done:
         future.cancel()
-        if is_async and not wait([http.start(asyncio.sleep(0), "rewards")], 1.0).done:
-            http.LOOPS.pop("rewards", None)  # a function blocks the loop: other calls get a new one
+        if is_async:
+            http.replace_if_blocked("rewards")
         raise CallTimeoutError(seconds)
     return future.result()
 

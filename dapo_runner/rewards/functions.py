@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -89,4 +88,4 @@ def _read_verdict(result: Any, config: RewardConfig) -> Verdict:
         raise ValueError(f"expected a finite reward, got {value}")
     extracted = None if result.extracted is None else str(result.extracted)
     rule = str.__str__(result.rule)  # the plain text of a StrEnum or np.str_
-    return replace(result, correct=bool(result.correct), extracted=extracted, rule=rule, value=value)
+    return Verdict(bool(result.correct), extracted, rule, value)  # a subclass could not be loaded from a checkpoint

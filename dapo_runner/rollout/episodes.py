@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from dapo_runner import http
 from dapo_runner.config import Config
 from dapo_runner.data.dataset import uses_chat_template
 from dapo_runner.engines.engine import Groups, RolloutEngine
 from dapo_runner.environments.environment import Answer, Environment, Message, Number
 from dapo_runner.environments.template import TurnTemplate
-from dapo_runner.environments.tools import ToolEnvironment, make_environment, template_arguments
+from dapo_runner.environments.tools import TOOL_LOOP, ToolEnvironment, make_environment, template_arguments
 from dapo_runner.errors import ConfigError, RunError, describe_error
 from dapo_runner.rollout.segments import begin, join
 from dapo_runner.threads import in_thread
@@ -88,9 +89,9 @@ class EpisodeRunner:
             where = f"prompt {requests[numbers[first]].prompt.id}, turn {turns[first]}"
             kinds = ", ".join(f"{n} {key.removeprefix('failed_')}" for key, n in counts.items() if "failed_" in key)
             warning = f"{len(failed)} of {len(plays)} episodes failed ({kinds}); the first: {text!r:.300}; {where}"
-            self.warnings.append(warning)
             if len(failed) > self.config.max_failed * len(plays) + 1e-9:
                 raise EpisodeError(f"env.max_failed={self.config.max_failed:g}: {warning}") from error
+            self.warnings.append(warning)
         for group in groups:
             has_reward = any(one.environment_reward is not None for one in group)
             # The first turn of all episodes of a game was truncated: no step could give a reward.
@@ -125,6 +126,8 @@ class EpisodeRunner:
                     for key in [key for key, end in deadlines.items() if futures[key].done() or end < time.monotonic()]:
                         del deadlines[key]
                         error = futures[key].exception() if futures[key].done() else late
+                        if error is late:
+                            http.replace_if_blocked(TOOL_LOOP)
                         if error is None:
                             asked.add(key, futures[key].result())
                             turns[key] += 1

@@ -65,7 +65,7 @@ class Run(TrainingRun):
         if isinstance(self.sampler, AsynchronousSampler):
             self.sampler.close()
         for source in (self.score, self.worker.episodes):
-            for warning in source.take_warnings() if source else ():  # of a step that did not end
+            for warning in source.take_warnings() if source else ():  # of a step that did not end, on rank 0
                 self.progress.note(warning)
         super().close(error)
 
@@ -214,7 +214,8 @@ class Run(TrainingRun):
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         if sampled.shortfall:
             self.progress.note(sampled.shortfall)
-        if step == self.start_step + 1 and trained.figures.get("grad_norm") == 0:  # noted once
+        norm = trained.figures.get("grad_norm", 0 if self.config.preference else None)  # no pairs, no update
+        if step == self.start_step + 1 and norm == 0 and self.config.distillation is None:  # noted once
             self.progress.note("train/grad_norm is 0. Are the rewards in each group equal? See docs/troubleshooting.md")
         return sampled.generated
 

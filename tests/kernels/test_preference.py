@@ -203,8 +203,8 @@ def test_long_responses_keep_their_digits() -> None:
     for given in (ref, ref.double().view(2, -1).sum(1)):
         out = preference_loss_from_logprobs(logprobs, given, cu_seqlens=torch.tensor([0, 40_000, 80_000]), beta=1.0)
         torch.testing.assert_close(out.rewards[0].double(), truth, rtol=1e-6, atol=0)
-    close = torch.full((2,), -64.0, dtype=torch.bfloat16)  # rewards of 192 and 192.125 are equal in bfloat16
-    metrics = preference_loss_from_logprobs(
-        close, torch.tensor([-256.0, -256.125]), cu_seqlens=torch.arange(3), beta=1.0
-    ).metrics
-    assert (metrics["accuracy"], metrics["margin"]) == (0, -0.125)
+    ref = torch.tensor([-40_000.0, -0.001, -40_000.0, 0.0])  # rewards that are equal in float32
+    sequences = torch.arange(0, 6, 2)
+    metrics = preference_loss_from_logprobs(torch.full((4,), -64.0), ref, cu_seqlens=sequences, beta=1.0).metrics
+    assert metrics["accuracy"] == 1
+    assert float(metrics["margin"]) == pytest.approx(1e-3, rel=1e-3)

@@ -152,11 +152,12 @@ def test_parts_of_a_reward() -> None:
     ):
         group = score(config, *texts, source=source, answer=answer)
         assert [dict(sample.parts) for sample in group.samples] == [
-            {"right": 1.0, "brief": 1.0}, {"right": 1.0, "brief": 0.0}, {"right": -1.0, "brief": 1.0}
+            {"correct": 1.0, "brief": 1.0}, {"correct": 1.0, "brief": 0.0}, {"correct": -1.0, "brief": 1.0}
         ]  # fmt: skip
         assert [sample.base_reward for sample in group.samples] == pytest.approx([1.5, 1.0, -0.5])
         assert [sample.correct for sample in group.samples] == [True, True, False]
         assert group.samples[0].verdict.extracted == answer
+    assert not score(config, "<think>B</think>?", source="exam", answer="B").samples[0].correct  # a thought
 
 
 def test_a_reward_model(folder: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,9 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
     """Return the columns of a row with common names, or None for a judge's verdicts. Raises ValueError."""
     if "messages" in row:
         return SftColumnsConfig(messages="messages")
-    if {"prompt", "completion"} <= row.keys() and "label" not in row:  # KTO: false marks what not to learn
+    if {"prompt", "completion"} <= row.keys():
+        if "label" in row:
+            raise ValueError("label (KTO) is not read: keep the rows to learn, without it")
         return SftColumnsConfig()
     if row.keys() >= VERDICT_COLUMNS:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from talkers import CHATML, chat_tokenizer
 
+from dapo_runner import http
 from dapo_runner.config import ConfigError, EnvironmentConfig
 from dapo_runner.environments.environment import Answer
 from dapo_runner.environments.tools import (
     MOST_CHARACTERS,
+    TOOL_LOOP,
     ToolEnvironment,
     make_environment,
     parse_calls,
@@ -62,7 +65,9 @@ def echo(text: str | None = None) -> str:
     return sys.exit() if text is None else text
 
 
-MEETING = asyncio.Barrier(2)
+@cache
+def meeting_on(loop: asyncio.AbstractEventLoop) -> asyncio.Barrier:
+    return asyncio.Barrier(2)
 
 
 async def meet(*, late: bool = False) -> str:
@@ -73,8 +78,18 @@ async def meet(*, late: bool = False) -> str:
     """
     if late:
         raise KeyboardInterrupt
-    await MEETING.wait()
+    await meeting_on(asyncio.get_running_loop()).wait()
     return "met"
+
+
+STARTED, RELEASE = list[bool](), threading.Event()
+
+
+async def block() -> str:
+    """Wait, and let no other tool work."""
+    STARTED.append(True)
+    RELEASE.wait()
+    return "done"
 
 
 class CounterEnv:
@@ -203,6 +218,17 @@ def test_async_tools_of_all_episodes_have_one_event_loop_which_none_can_end() ->
     assert "KeyboardInterrupt" in json.loads(error)["error"]
     episodes = [in_thread(partial(ToolEnvironment([meet]).step, call("meet"))) for _ in range(2)]
     assert [contents(episode.result(timeout=30)) for episode in episodes] == [["met"], ["met"]]
+
+
+def test_a_tool_that_blocks_the_event_loop_does_not_keep_it() -> None:
+    blocked = in_thread(partial(ToolEnvironment([block]).step, call("block")))
+    while not STARTED:
+        time.sleep(0.01)
+    http.replace_if_blocked(TOOL_LOOP)
+    episodes = [in_thread(partial(ToolEnvironment([meet]).step, call("meet"))) for _ in range(2)]
+    assert [contents(episode.result(timeout=30)) for episode in episodes] == [["met"], ["met"]]
+    RELEASE.set()
+    assert contents(blocked.result(timeout=30)) == ["done"]
 
 
 def test_many_bad_calls_have_no_more_room_than_one() -> None:

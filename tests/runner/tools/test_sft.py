@@ -111,7 +111,7 @@ def test_what_a_row_is(model_folder: Path, tmp_path: Path, row: Any, data: Any, 
         ({"prompt": "1+2=", "completion": [{**CHAT[1], "thinking": "2"}]}, "thinking"),
         ({"prompt": "1+2=", "completion": [CHAT[1], *CHAT]}, "data.columns.messages"),
         ({"prompt": "1+2=", "completion": " "}, "no completion"),
-        ({"prompt": "1+2=", "completion": "4", "label": False}, "data.columns names"),  # of KTO
+        ({"prompt": "1+2=", "completion": "4", "label": False}, "label (KTO)"),
         ({"messages": [CHAT[0], {**CHAT[1], "content": ""}]}, "no completion"),
         (VERDICT, "data.judge.answers"),  # whose default is YES and NO
     ],
