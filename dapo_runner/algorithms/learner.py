@@ -115,13 +115,14 @@ class Learner:
         return minis
 
     def _split(self, sequences: Sequence[TrainingSequence]) -> list[list[MiniBatch]]:
-        """Split a step into mini-batches of at most the configured size, as equal as possible, and each into the shares
-        of the data ranks. Equal sizes avoid a tiny last update if dynamic sampling left the step short.
+        """Split a step into mini-batches of at most the configured number of sequences that train, as equal as
+        possible, and each into the shares of the data ranks. Equal sizes avoid a tiny last update if the step is short.
         """
         unit, limit = self.loss.sequences_per_unit, self.config.mini_batch_size
-        n_parts = 1 if self.config.optimizer.mini_batch_size is None else max(1, math.ceil(len(sequences) / limit))
-        size, n_larger = divmod(len(sequences) // unit, n_parts)  # the first parts have one unit more
-        bounds = [unit * (index * size + min(index, n_larger)) for index in range(n_parts + 1)]
+        starts = [i for i in range(0, len(sequences), unit) if count_training_tokens(sequences[i : i + unit])]
+        n_parts = 1 if self.config.optimizer.mini_batch_size is None else max(1, math.ceil(unit * len(starts) / limit))
+        size, n_larger = divmod(len(starts), n_parts)  # the first parts have one unit more
+        bounds = [[*starts, len(sequences)][index * size + min(index, n_larger)] for index in range(n_parts + 1)]
         shares: list[list[MiniBatch]] = [[] for _ in range(self.world.data_size)]
         for index, (first, end) in enumerate(pairwise(bounds)):
             part = sequences[first:end]
