@@ -131,7 +131,7 @@ class GroupBuffer:
         return SampledStep(groups, stats, shortfall)
 
     def spread(self, groups: Sequence[Group], n: int) -> tuple[list[Group], dict[str, float]]:
-        """Return at most ``n`` samples of each group in ``waiting`` and of each of the step's ``groups``, and metrics.
+        """Return at most ``n`` samples of each of the step's ``groups`` and of each group in ``waiting``, and metrics.
 
         Samples without a training segment are left out. The samples of a group are taken at equal distances, because
         neighbours in a tree are most similar. The metrics are the number of samples that wait now, and of those dropped
@@ -140,7 +140,7 @@ class GroupBuffer:
         recent = [group for group in self.waiting if self._is_recent(group)]
         too_old = _n_samples(self.waiting) - _n_samples(recent)
         now, self.waiting = [], []
-        for group in [*recent, *groups]:
+        for group in [*groups, *recent]:
             samples = [sample for sample in group.samples if any(segment.trains for segment in sample.segments)]
             distance = math.ceil(len(samples) / n)
             if samples:

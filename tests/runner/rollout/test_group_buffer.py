@@ -190,7 +190,7 @@ def test_a_tree_is_trained_on_over_several_steps() -> None:
 
     first, second = Group(make_prompt("1"), samples), Group(make_prompt("2"), samples[3:])
     assert step(first) == [("1", [1, 5])]
-    assert step(second) == [("1", [2, 6]), ("2", [5, 6])]
+    assert step(second) == [("2", [5, 6]), ("1", [2, 6])]  # the newest first, also in the rollout log
     assert step() == [("1", [3])]
     assert sampler.buffer.waiting == []
     assert step(Group(make_prompt("3"), samples)) == [("3", [1, 5])]
