@@ -219,8 +219,8 @@ def _engine(config: Config) -> Iterator[Check]:
         yield key, read_key(config, key) == 0 or low <= read_key(config, key) <= high, f"{low:g} to {high:g} {name}"
     fits = not spec.reserves_memory or config.run.device in ONE_GPU
     yield "run.device", fits, f"{', '.join(ONE_GPU)} {name} (CUDA_VISIBLE_DEVICES chooses a GPU)"
-    chain = None if config.tree else config.advantage.segments
-    n_samples = max(rollout.group_size, config.evaluation.k, chain.samples if chain else 0)
+    tree, n_continued = config.tree, config.advantage.segments.samples if config.advantage.segments else 0
+    n_samples = max([config.evaluation.k, *(tree.branching if tree else (rollout.group_size, n_continued))])
     fits = not spec.is_remote or rollout.max_batch_sequences >= n_samples
     needs = f"at least {n_samples} (rollout.group_size, evaluation.k, advantage.segments.samples)"
     yield "rollout.max_batch_sequences", fits, needs

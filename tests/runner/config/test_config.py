@@ -144,6 +144,8 @@ def test_a_file_is_read_as_the_command_line_is(tmp_path: Path) -> None:
         "loss.routing_replay=engine model={path: m, tiny: null}",
         "data.arithmetic.max_digits=9",
         "data.arithmetic={max_digits: 6, operands: 3}",
+        "rollout={engine: server, group_size: 27, max_batch_sequences: 3} advantage.segments.kind=tree evaluation.k=1 "
+        "optimizer.mini_batch_size=null",
         "advantage.kind=gae critic={} rollout.group_size=1 sampler.filter_groups=null optimizer.mini_batch_size=null",
     ],
 )
@@ -384,6 +386,7 @@ REFUSED = [
     (f"{VLLM} evaluation.temperature=2.1", "evaluation.temperature", "2.1"),
     (f"{SERVER} rollout.max_batch_sequences=31", "rollout.max_batch_sequences", "32", "31"),
     (f"{SERVER} rollout.max_batch_sequences=32 {CHAIN} advantage.segments.samples=33", "rollout.max_batch_sequences"),
+    (f"{SERVER} rollout.max_batch_sequences=3 {TREE} evaluation.k=1", "rollout.max_batch_sequences", "4", "3"),
     (f"{SERVER} rollout.server.urls=[ftp://a]", "rollout.server.urls", "ftp://a"),
     (f"{SERVER} rollout.server.urls=[http://a:1/x]", "rollout.server.urls", "http://a:1/x"),
     (f"{SERVER} rollout.server.urls=[http://a, http://A:80/]", "rollout.server.urls", "http://A:80/"),
