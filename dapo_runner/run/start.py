@@ -217,7 +217,7 @@ def load_start(start: StartPoint, learner: Learner, sampler: Stateful, context: 
     verb, origin = ("forked", learner.config.run.from_) if start.is_new else ("resuming", start.checkpoint.path)
     note(f"{verb} after step {start.checkpoint.step} from {origin}")
     if isinstance(sampler, DynamicSampler):
-        n_groups = len(sampler.buffer.groups)
+        n_groups = len(sampler.buffer.groups) + len(sampler.buffer.waiting)
         note(f"{n_groups} groups are left over, {sampler.in_flight} prompts in flight are submitted again")
     if saved_size == size:
         return start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from forks import CONTEXT
 from golden_runs import CONFIGURATIONS, REWARD, result_of
-from small import steps_of, write_recipe
+from small import Notes, steps_of, write_recipe
 from talkers import ROOM
 
 from dapo_runner.checkpoint.files import find_checkpoints, is_whole
@@ -23,6 +24,7 @@ from dapo_runner.files import read_jsonl
 from dapo_runner.logging.progress import Progress
 from dapo_runner.logging.rollout_log import read_step, saved_steps
 from dapo_runner.loop import train
+from dapo_runner.run.start import open_run
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # of sys.addaudithook
 STEPS = ["run.steps=3", "run.keep=1", "logging.rollouts.per_token=true"]
@@ -173,6 +175,15 @@ def test_segments_add_up_to_their_response(kind: str, figure: str, whole: Callab
         assert sample["segments"][-1]["after"] == pytest.approx(sample["reward"])
     evaluated = [group for path in saved_steps(folder / "evaluations").values() for group in read_step(path).groups]
     assert {len(group["samples"]) for group in evaluated} == {2}  # evaluation.k: it grows no trees
+
+
+def test_a_resume_notes_how_many_trees_wait(whole: Callable[[str], Path], start: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, start, name="spo_tree")
+    shutil.copytree(whole("spo_tree"), tmp_path / "runs" / "spo_tree")
+    with open_run(load_config(recipe, [*CASES["spo_tree"], "run.steps=4"]), notes := Notes()) as resumed:
+        buffer = resumed.sampler.buffer
+    assert buffer.waiting
+    assert any(line.startswith(f"{len(buffer.groups) + len(buffer.waiting)} ") for line in notes.lines)
 
 
 def test_figures_are_those_of_whole_trees(start: Path, tmp_path: Path) -> None:
