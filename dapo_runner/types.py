@@ -205,7 +205,7 @@ class Verdict:
 class Segment:
     """Part of a response with its own advantage, computed from the values of the states at its two ends.
 
-    ``trains`` is False, in a tree, if its advantage is zero or if another sample trains on the same tokens.
+    ``trains`` is False, in a tree, if its advantage is zero, no token may train, or another sample trains on them.
     """
 
     length: int  # tokens

@@ -3,8 +3,8 @@
     chain   A = V(end) − V(start). V is the mean reward of continuations; at the end of the response its reward (Eq. 2)
     tree    A = V(node) − V(parent). V of a leaf is its reward, V of another node the mean of its children's values
 
-A cut point is a token with a probability below the threshold. All segments of a chain have the same number of them. A
-token that several responses of a tree share trains once. A segment of a tree with advantage zero does not train.
+A cut point is a token with a probability below the threshold. All segments of a chain have the same number of them. In
+a tree, a token that several responses share trains once. Segments with advantage 0 or only masked tokens do not train.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Node = tuple[int, ...]
 """A node of a tree: the child on each level, from the root down."""
 
 
-def chain_starts(completion: Completion, config: SegmentsConfig) -> list[int]:
-    """Return the indices of the tokens that start the segments of a response. Its last token is no cut point."""
-    cut_points = _is_cut_point(completion, config)[:-1].nonzero().squeeze(1).tolist()
-    return [0, *cut_points[config.interval :: config.interval]]
+def chain_starts(sample: Sample, config: SegmentsConfig) -> list[int]:
+    """Return the first tokens of a response's segments, one if it does not train. Its last token is no cut point."""
+    cut_points = _is_cut_point(sample.completion, config)[:-1].nonzero().squeeze(1).tolist()
+    return [0, *cut_points[config.interval :: config.interval]] if sample.trains else [0]
 
 
 def chain_segments(sample: Sample, starts: Sequence[int], values: Sequence[float]) -> tuple[Segment, ...]:
@@ -51,20 +51,21 @@ def node_values(rewards: Mapping[Node, float]) -> dict[Node, float]:
     return values
 
 
-def tree_segments(group: Group) -> Group:
+def tree_segments(group: Group, config: SegmentsConfig) -> Group:
     """Return the group with the segments of its samples, which are the leaves of a tree."""
     leaves = [_leaf(sample) for sample in group.samples]
     values = node_values({leaf: sample.reward for leaf, sample in zip(leaves, group.samples, strict=True)})
     trained: set[Node] = set()
     samples = []
     for leaf, sample in zip(leaves, group.samples, strict=True):
-        segments = []
-        for depth, branch in enumerate(sample.completion.path, start=1):
+        segments, path = [], sample.completion.path
+        parts = (_is_cut_point(sample.completion, config) | (not config.mask)).split([branch.length for branch in path])
+        for depth, (branch, can_train) in enumerate(zip(path, parts, strict=True), start=1):
             node, parent = leaf[:depth], leaf[: depth - 1]
             advantage = values[node] - values[parent]
             if abs(advantage) <= EPS:  # means of equal values can differ by rounding
                 advantage = 0.0
-            trains = sample.trains and node not in trained and advantage != 0
+            trains = sample.trains and node not in trained and advantage != 0 and bool(can_train.any())
             segments.append(Segment(branch.length, values[parent], values[node], advantage, trains))
             if sample.trains:
                 trained.add(node)
@@ -96,7 +97,7 @@ def segment_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "per_response": fmean(len(sample.segments) for _, sample in samples),
         "advantage": fmean(advantages.values()),
-        "zero": fmean(advantage == 0 for advantage in advantages.values()),
+        "zero": fmean(advantage <= EPS for advantage in advantages.values()),
     }
 
 

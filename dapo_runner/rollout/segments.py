@@ -76,7 +76,7 @@ def value_chains(
 
     def numbers_of(prompt: Prompt, sample: Sample) -> list[int]:
         tokens = sample.completion.token_ids.tolist()  # once: all prefixes of a response share these objects
-        prefixes = (add_prefix(prompt, tokens[:start]) for start in chain_starts(sample.completion, config))
+        prefixes = (add_prefix(prompt, tokens[:start]) for start in chain_starts(sample, config))
         return [numbers.setdefault(prefix, len(numbers)) for prefix in prefixes]
 
     chains = [[numbers_of(group.prompt, sample) for sample in group.samples] for group in groups]
@@ -89,7 +89,7 @@ def value_chains(
     values = [fmean(sample.reward for sample in group.samples) for group in continued]
 
     def valued(sample: Sample, chain: list[int]) -> Sample:
-        starts = chain_starts(sample.completion, config)
+        starts = chain_starts(sample, config)
         return replace(sample, segments=chain_segments(sample, starts, [values[number] for number in chain]))
 
     n_tokens = [

@@ -117,7 +117,7 @@ class Run(TrainingRun):
                 groups, counts = value_chains(sampled.groups, advantage.segments, sampling, worker.generate)
             counts |= segment_metrics(groups)
             return replace(sampled, groups=groups, segments=counts, continued=int(counts["tokens"]))
-        groups = [tree_segments(group) for group in sampled.groups]
+        groups = [tree_segments(group, advantage.segments) for group in sampled.groups]
         counts = {"tokens": sampled.stats["generated"], **segment_metrics(groups)}
         if advantage.segments.per_step is not None:
             groups, waiting = sampler.buffer.spread(groups, advantage.segments.per_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import longhand
@@ -136,10 +137,14 @@ def leaf(reward: float, *path: tuple[int, int], trains: bool = True) -> Sample:
     return replace(sample, base_reward=reward, completion=completion)
 
 
+UNMASKED = SegmentsConfig(kind="tree", mask=False)
+
+
 def sequences_of(*samples: Sample, **config: Any) -> list[TrainingSequence]:
     segments = SegmentsConfig(**{"kind": "tree", "tokens": 3, "mask": False} | config)
     group = Group(make_prompt(n_tokens=2), samples)
-    return make_sequences([group if samples[0].segments else tree_segments(group)], AdvantageConfig(segments=segments))
+    grown = group if samples[0].segments else tree_segments(group, segments)
+    return make_sequences([grown], AdvantageConfig(segments=segments))
 
 
 @pytest.mark.parametrize(
@@ -148,9 +153,10 @@ def sequences_of(*samples: Sample, **config: Any) -> list[TrainingSequence]:
 def test_a_chain_is_cut_before_every_nth_cut_point(interval: int, threshold: float, starts: list[int]) -> None:
     """Below 0.9 are the tokens 1, 2, 4, 6, 7 and 8; the last token, 8, is no cut point, as nothing follows it."""
     response = response_of(0.95, 0.5, 0.89, 0.91, 0.1, 0.99, 0.3, 0.2, 0.2)
-    config = SegmentsConfig(kind="chain", interval=interval, threshold=threshold)
-    assert chain_starts(response, config) == starts
-    assert chain_starts(response_of(0.01), config) == [0]
+    sample, config = make_sample(True), SegmentsConfig(kind="chain", interval=interval, threshold=threshold)
+    assert chain_starts(replace(sample, completion=response), config) == starts
+    assert chain_starts(replace(sample, completion=response_of(0.01)), config) == [0]
+    assert chain_starts(replace(sample, completion=response, trains=False), config) == [0]  # needs no continuations
 
 
 def test_a_segment_of_a_chain_earns_the_difference_of_the_values_at_its_ends() -> None:
@@ -171,7 +177,7 @@ def test_a_segment_of_a_chain_earns_the_difference_of_the_values_at_its_ends() -
 def test_a_tree_from_its_leaves_up() -> None:
     """Rewards 1 and −1 under the first child, 1 of the second, which ended itself: values 0, 1 and of the root ½."""
     tree = [leaf(1, (0, 3), (0, 2)), leaf(-1, (0, 3), (1, 4)), leaf(1, (1, 2))]
-    group = tree_segments(Group(make_prompt(), tuple(tree)))
+    group = tree_segments(Group(make_prompt(), tuple(tree)), UNMASKED)
     found = [
         [(x.length, x.before, x.after, x.advantage, x.trains) for x in sample.segments] for sample in group.samples
     ]
@@ -196,15 +202,33 @@ def test_segments_without_an_advantage_do_not_train() -> None:
         assert count_training_tokens(sequences_of(*equal)) == 0
 
 
+@pytest.mark.parametrize(
+    ("mask", "trains"), [(True, [[True, False], [False, True], [False]]), (False, [[True] * 2, [False, True], [True]])]
+)
+def test_with_a_mask_segments_without_a_cut_point_do_not_train(mask: bool, trains: list[list[bool]]) -> None:
+    """So that they take no place in a step. Cut points are the first token of the tree, and that of the second leaf."""
+    tree = [leaf(1, (0, 3), (0, 2)), leaf(-1, (0, 3), (1, 2)), leaf(1, (1, 2))]
+    likely = ([0.1] + [0.99] * 4, [0.1, 0.99, 0.99, 0.1, 0.99], [0.99] * 2)
+    tree = [
+        replace(sample, completion=replace(sample.completion, logprobs=torch.tensor(row).log()))
+        for sample, row in zip(tree, likely, strict=True)
+    ]
+    group = tree_segments(Group(make_prompt(), tuple(tree)), SegmentsConfig(kind="tree", mask=mask))
+    assert [[segment.trains for segment in sample.segments] for sample in group.samples] == trains
+
+
 def test_figures_count_a_shared_segment_once() -> None:
     """Sizes ½, 1, 1 and ½ in the first tree, three times 0 in the second."""
     tree = (leaf(1, (0, 3), (0, 2)), leaf(-1, (0, 3), (1, 4)), leaf(1, (1, 2)))
     solved = (leaf(1, (0, 3), (0, 2)), leaf(1, (0, 3), (1, 4)))
-    figures = segment_metrics([tree_segments(Group(make_prompt(), leaves)) for leaves in (tree, solved)])
+    figures = segment_metrics([tree_segments(Group(make_prompt(), leaves), UNMASKED) for leaves in (tree, solved)])
     assert figures == {"per_response": 9 / 5, "advantage": 3 / 7, "zero": 3 / 7}
     sample = make_sample(True, length=9)
     chains = tuple(replace(sample, segments=chain_segments(sample, [0, 4], values)) for values in ([0, 0.5], [0, 0]))
     assert segment_metrics([Group(make_prompt(), chains)]) == {"per_response": 2, "advantage": 0.5, "zero": 0.25}
+    rounded = chain_segments(replace(sample, base_reward=0.7), [0], [fmean([0.7] * 3)])
+    assert rounded[0].advantage != 0
+    assert segment_metrics([Group(make_prompt(), (replace(sample, segments=rounded),))])["zero"] == 1
     assert segment_metrics([]) == {}
 
 
