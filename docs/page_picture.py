@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from dapo_runner.tools.page.html import write_page
 
 HERE = Path(__file__).parent
-STEP, GROUP = "40", "4"  # of the first run, with a prompt that the second run has near it
+STEP, GROUP = "20", "3"  # of the first run, with a prompt that the second run has near it
 
 
 def take(runs: list[Path]) -> None:
