@@ -406,6 +406,12 @@ def test_what_cannot_be_forked_is_refused(sections: Sections, key: str, part: st
         train(fork(**sections), Notes())
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+def test_a_fork_may_add_a_critic(warmup_steps: int, fork: Fork) -> None:
+    config = fork(advantage={"kind": "gae"}, critic={"warmup_steps": warmup_steps})
+    assert "critic.warmup_steps" in {change.key for change in find_origin(config)[1]}
+
+
 MOVING: Sections = {"loss": {"reference_ema": 0.9, "overrides": {"kl_coef": 0.1}}}
 CRITIC: Sections = {"advantage": {"kind": "gae"}, "critic": {"clip": 0.2}}
 

@@ -501,6 +501,7 @@ def test_what_is_saved_and_shown_has_the_turns(tmp_path: Path) -> None:
     shown = out.file.getvalue()
     assert "\x1b[90m<|im_start|>user" in shown
     assert "done +1.25" in shown
+    assert "last advantage" in shown
 
 
 class Fickle(talkers.Talker):

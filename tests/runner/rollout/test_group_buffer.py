@@ -275,6 +275,10 @@ def test_groups_of_another_version_are_kept(
         patch.setattr(Completion, "__getstate__", encode_without_last)
         state = saved(buffer.state_dict())
     buffer.load_state_dict(state, {})
+    group = buffer.groups[0]
+    sample = group.samples[0]
+    records: list[Any] = [group, group.prompt, sample, sample.completion, sample.verdict]
+    assert {type(record.__getstate__()) for record in records} == {dict}
     for group in (*buffer.groups, *saved(buffer.state_dict())["buffer"]):
         for sample, wanted in zip(group.samples, make_group("RW").samples, strict=True):
             for field in fields(Completion):
