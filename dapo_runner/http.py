@@ -74,12 +74,15 @@ def shared_loop(name: str = "http") -> asyncio.AbstractEventLoop:
 
 
 def replace_if_blocked(name: str) -> None:
-    """Give other calls a new event loop ``name`` if a function blocks this one."""
+    """Give later calls a new event loop ``name`` if a function blocks the present one."""
+    loop = LOOPS.get(name)
     try:
-        if name in LOOPS:
-            start(asyncio.sleep(0), name).result(1.0)
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(1.0)
     except TimeoutError:
-        LOOPS.pop(name, None)
+        with _STARTING:
+            if LOOPS.get(name) is loop:  # else another caller has replaced it
+                del LOOPS[name]
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

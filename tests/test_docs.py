@@ -167,7 +167,7 @@ def test_gpu_figures_of_the_readme_are_measured() -> None:
     slow = [measured[level, "eager, softmax in fp32"][0] for level in shapes]
     assert list(map(float, exact)) == pytest.approx(slow, rel=5e-3)
     (lean,) = re.findall(r"cut-cross-entropy ([\d.]+) \(([\d.]+) GiB\)", README)
-    assert tuple(map(float, lean)) == pytest.approx(measured["hidden", "cut-cross-entropy"], rel=0.02)
+    assert tuple(map(float, lean)) == pytest.approx(measured["hidden", "cut-cross-entropy"], rel=5e-3, abs=0.051)
 
 
 def test_the_table_of_objectives_is_that_of_the_code() -> None:

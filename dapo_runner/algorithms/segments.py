@@ -4,7 +4,7 @@
     tree    A = V(node) − V(parent). V of a leaf is its reward, V of another node the mean of its children's values
 
 A cut point is a token with a probability below the threshold. All segments of a chain have the same number of them. In
-a tree, a token that several responses share trains once. Segments with advantage 0 or only masked tokens do not train.
+a tree, a token that several responses share trains once, and segments with advantage 0 or only masked tokens do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Node = tuple[int, ...]
 
 
 def chain_starts(sample: Sample, config: SegmentsConfig) -> list[int]:
-    """Return the first tokens of a response's segments, one if it does not train. Its last token is no cut point."""
+    """Return where the segments of a response begin, only 0 if it does not train. Its last token is no cut point."""
     cut_points = _is_cut_point(sample.completion, config)[:-1].nonzero().squeeze(1).tolist()
     return [0, *cut_points[config.interval :: config.interval]] if sample.trains else [0]
 

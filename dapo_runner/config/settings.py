@@ -222,7 +222,7 @@ def _engine(config: Config) -> Iterator[Check]:
     tree, n_continued = config.tree, config.advantage.segments.samples if config.advantage.segments else 0
     n_samples = max([config.evaluation.k, *(tree.branching if tree else (rollout.group_size, n_continued))])
     fits = not spec.is_remote or rollout.max_batch_sequences >= n_samples
-    needs = f"at least {n_samples} (rollout.group_size, evaluation.k, advantage.segments.samples)"
+    needs = f"at least {n_samples} (group_size, in a tree its largest factor; evaluation.k; segments.samples)"
     yield "rollout.max_batch_sequences", fits, needs
     compares = rollout.correction.enabled or rollout.max_mismatch_kl is not None
     fits = rollout.sampling_mask or not (compares and rollout.truncations)

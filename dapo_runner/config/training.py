@@ -190,7 +190,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8  # ε of AdamW
     offload: MayChange[bool] = False  # run AdamW on the host, which keeps the float32 weights, gradients and moments
     grad_clip: MayChange[PositiveFloat | None] = 1.0  # maximum gradient norm; null: no clipping
-    mini_batch_size: PositiveInt | None = 512  # responses that train per update; null: one update per rollout step
+    mini_batch_size: PositiveInt | None = 512  # most training responses of an update; null: one update per rollout step
     token_budget: MayChange[PositiveInt] = 22528  # maximum number of packed tokens in a micro-batch
 
 

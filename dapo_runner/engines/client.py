@@ -137,7 +137,7 @@ def _read_key(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rollout.server.key_env: expected a readable key in {path}, got: {error}") from error
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
-        raise ConfigError(f"rollout.server.key_env: {path} must be private to user {os.getuid()}: chown or chmod 600.")
+        raise ConfigError(f"rollout.server.key_env: {path} must belong to user {os.getuid()} alone: chown, chmod 600.")
     if not (key and key.isprintable()):
         raise ConfigError(f"rollout.server.key_env: expected a key of printable ASCII characters in {path}. Delete it.")
     return key

@@ -214,7 +214,7 @@ class Run(TrainingRun):
         self.progress.step(step, figures, self.clock.so_far(), self.speed)
         if sampled.shortfall:
             self.progress.note(sampled.shortfall)
-        norm = trained.figures.get("grad_norm", 0 if self.config.preference else None)  # no pairs, no update
+        norm = trained.figures.get("grad_norm", trained.figures["updates"])  # 0 also without an update
         if step == self.start_step + 1 and norm == 0 and self.config.distillation is None:  # noted once
             self.progress.note("train/grad_norm is 0. Are the rewards in each group equal? See docs/troubleshooting.md")
         return sampled.generated

@@ -231,12 +231,16 @@ def constant(prompts: Any, completions: list[Any], rows: Any) -> list[float]:
     return [0.1] * len(completions)
 
 
-@pytest.mark.parametrize("kind", ["integer", "test_failures:constant"])
-def test_a_first_step_without_a_gradient_is_noted_once(kind: str, tmp_path: Path, start: Path) -> None:
-    """Without a length penalty, equal rewards leave advantages of exactly 0."""
+@pytest.mark.parametrize(
+    ("kind", "pairs"), [("integer", {}), ("test_failures:constant", {}), ("test_failures:constant", {"preference": {}})]
+)
+def test_a_first_step_without_a_gradient_is_noted_once(
+    kind: str, pairs: dict[str, Any], tmp_path: Path, start: Path
+) -> None:
+    """Without a length penalty, equal rewards leave advantages of exactly 0, and no pairs."""
     reward = {"kind": kind, "overlong": {"soft_punishment": False}}
-    run = train(rare(tmp_path, start, run={"steps": 2}, reward=reward), notes := Notes())
-    norms = steps_of(run, "train/grad_norm")
+    run = train(rare(tmp_path, start, run={"steps": 2}, reward=reward, **pairs), notes := Notes())
+    norms = steps_of(run, "train/updates" if pairs else "train/grad_norm")
     assert (norms == [0, 0]) == (kind != "integer")
     assert sum("train/grad_norm" in line for line in notes.lines) == (norms[0] == 0)
 

@@ -110,7 +110,7 @@ def _columns_of(row: Mapping[str, Any]) -> SftColumnsConfig | None:
         return SftColumnsConfig(messages="messages")
     if {"prompt", "completion"} <= row.keys():
         if "label" in row:
-            raise ValueError("label (KTO) is not read: keep the rows to learn, without it")
+            raise ValueError("label (KTO) is not read: keep the rows to learn, without it, or name data.columns")
         return SftColumnsConfig()
     if row.keys() >= VERDICT_COLUMNS:
         return None

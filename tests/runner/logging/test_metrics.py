@@ -236,6 +236,7 @@ def test_every_curve_has_a_row_and_every_panel_a_title_of_its_own() -> None:
     assert title_and_unit("eval/avg@4") == ("Held-out accuracy: avg@4", "share of problems")
     for key, unit in (("own/v1.5", ""), ("eval/pass@16", "share"), ("eval/v1.5/avg@4", ""), ("reward/a_std", "reward")):
         assert title_and_unit(key) == (key, unit)  # no two metrics of a row have the same title
+    assert "sampler.max_age" in title_and_unit("segments/too_old")[0]  # a point is no end of a sentence
     assert title_and_unit("batch/age")[1] == next(unit for key, unit, *_ in rows() if key == "batch/age")
 
 

@@ -74,6 +74,7 @@ def rewards(groups: list[Group]) -> list[list[float]]:
         ("Verdict(True, rule=enum.Enum('Rule', {'MINE': 'mine'}, type=str).MINE)", Verdict(True, rule="mine")),
         ("Verdict(np.bool_(True), np.str_('7'), 'mine', np.float64(0.25))", Verdict(True, "7", "mine", 0.25)),
         ("True", Verdict(True)),
+        ("type('Mine', (Verdict,), {})(True)", Verdict(True)),  # whose class no checkpoint could load
         ("1.25", Verdict(True, value=1.25)),
         ("1", Verdict(False, value=1.0)),  # the middle of incorrect (−1) and correct (3) is not above it
         ("np.bool_(True)", Verdict(True)),
