@@ -30,7 +30,7 @@ def generate_problems(data: DataConfig) -> tuple[list[Problem | None], list[Prob
         for n in (data.eval_size, data.eval_size + (data.limit or TRAIN_SIZE))
     )
     tasks: list[dict[str, Any]] = [
-        {"name": task.name, "config": {"seed": SEED, **task.config, "size": size}}
+        {"name": task.name, "config": {**task.config, "seed": task.config.get("seed") or SEED, "size": size}}
         for task, size in zip(data.reasoning_gym, sizes, strict=True)
     ]
     command, environment = (sys.executable, "-m", __name__), {**os.environ, "PYTHONHASHSEED": "0"}
