@@ -70,8 +70,8 @@ def _before_start(config: Config, starts: Mapping[Path, Config]) -> Config:
 
 
 def _last_value(result: Result) -> str:
-    _, values = result.accuracy
-    return f"{values[-1]:{'.1%' if '@' in result.metric else '.3f'}}" if values else "no accuracy measured"
+    value = result.values(0.0)["after"]
+    return f"{value:{'.1%' if '@' in result.metric else '.3f'}}" if value is not None else "no accuracy measured"
 
 
 def _carry_out(study: StudyConfig, runs: Sequence[StudyRun], waiting: Sequence[StudyRun], jobs: int) -> int:

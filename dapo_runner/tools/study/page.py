@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import ndiff
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,7 +60,7 @@ def write_page(study: StudyConfig, results: Sequence[Result], failures: Sequence
         _legend(study, results, equal_tokens),
         *(f"Failed: {failure.run.variant}, seed {failure.run.seed}: {failure.reason}" for failure in failures),
         *(f"![{title}]({path.name})" for title, path in pictures if path is not None),
-        *(f"Not drawn: {key} is in no metrics.jsonl." for key in drawn if all(key not in r.points for r in results)),
+        *(f"Not drawn: {key} in {title}. No variant there has logged it." for title, key in _undrawn(study, results)),
         draw_entropy_fit(study, found, study.folder),
         _variants(study),
         *dict.fromkeys(result.made_with for result in results),  # several if the study resumed on another machine
@@ -166,6 +166,13 @@ def _legend(study: StudyConfig, results: Sequence[Result], equal_tokens: float) 
         "of both variants, with a 95 % confidence interval and the p of a paired t-test, as it is and corrected for "
         f"all comparisons of this page (Holm). Each run had {study.threads} CPU threads."
     )
+
+
+def _undrawn(study: StudyConfig, results: Sequence[Result]) -> Iterator[tuple[str, str]]:
+    """Yield the figure's title and each curve that none of the figure's variants has logged."""
+    for figure in study.figures:
+        logged = {key for result in results if result.variant in figure.variants for key in result.points}
+        yield from ((figure.title, key) for key in figure.curves if key not in logged)
 
 
 def _variants(study: StudyConfig) -> str:

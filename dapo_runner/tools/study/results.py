@@ -60,7 +60,7 @@ class Result(NamedTuple):
         """Return the values for the table, None for what was not logged: cons@k needs extracted answers."""
         tokens, accuracy = self.accuracy
         values: dict[str, float | None] = dict.fromkeys(("before", "half", "after", "at_equal_tokens"))
-        if accuracy:
+        if accuracy and tokens[-1] == self.total("tokens"):  # else the last evaluation did not log it
             nearest = min(range(len(tokens)), key=lambda index: abs(tokens[index] - tokens[-1] / 2))
             interpolated = float(np.interp(equal_tokens, tokens, accuracy))
             half = accuracy[nearest] if nearest else None  # else nothing was measured between start and end

@@ -202,6 +202,16 @@ def test_forks_have_a_page_that_follows_from_its_values(tmp_path: Path, dapo: Da
     dapo("study", tmp_path / "study.yaml", "--check", tmp_path / "s/study.json")
 
 
+def test_what_the_last_evaluation_lacks_is_not_that_of_an_earlier_one(tmp_path: Path) -> None:
+    """Such as cons@k, if no response has an answer."""
+    run = planned(tmp_path)[1][0]
+    finish(run, [0.2, 0.3, 0.5])
+    *lines, last = read_jsonl(run.folder / "metrics.jsonl")
+    write_rows(run.folder / "metrics.jsonl", [*lines, {key: last[key] for key in ("step", "kind")}])
+    values = read_result(run).values(100.0)
+    assert [values[key] for key in ("before", "after", "at_equal_tokens")] == [None] * 3
+
+
 def test_a_page_names_what_it_cannot_draw_and_shows_any_label(tmp_path: Path, dapo: Dapo) -> None:
     """One figure has nothing to draw, the other one only a part."""
     figures = [
@@ -214,7 +224,7 @@ def test_a_page_names_what_it_cannot_draw_and_shows_any_label(tmp_path: Path, da
         finish(run, [0.2, 0.3, 0.5], entropy={1: 0.8, 2: 0.6, 3: 0.3, 4: 0.1})
     page = write_page(study, [read_result(run) for run in runs], []).read_text()
     lines = [line for line in page.splitlines() if line.startswith("Not drawn: ")]
-    assert [line.split()[2] for line in lines] == ["misspelt", "seconds/rollout"]
+    assert [line.split()[2:5:2] for line in lines] == [["misspelt", "F."], ["seconds/rollout", "G."]]
     tables = [part.splitlines() for part in page.split("\n\n") if part.startswith("|")]
     n_cells = [{len(re.findall(r"(?<!\\)\|", line)) for line in table} for table in tables]
     assert [len(found) for found in n_cells] == [1, 1, 1]
