@@ -34,7 +34,7 @@ from dapo_runner.commands.output import INTERRUPTED
 from dapo_runner.config import Config, ConfigError, dump_config, lay_settings, parse, read_recipe
 from dapo_runner.config.commands import StudyConfig
 from dapo_runner.config.reading import CONFIG_FILE
-from dapo_runner.files import read_jsonl
+from dapo_runner.files import append_jsonl, read_jsonl
 from dapo_runner.run.folder import write_config
 from dapo_runner.tools.study import runs as study_runs
 from dapo_runner.tools.study.figures import COLORS, align, differences, draw_figure
@@ -213,18 +213,25 @@ def test_what_the_last_evaluation_lacks_is_not_that_of_an_earlier_one(tmp_path: 
 
 
 def test_a_page_names_what_it_cannot_draw_and_shows_any_label(tmp_path: Path, dapo: Dapo) -> None:
-    """One figure has nothing to draw, the other one only a part."""
+    """Of F nothing is logged, of G a part, of H only by a variant that is not in it."""
     figures = [
         {"name": "f", "title": "F", "variants": ["plain"], "curves": ["misspelt"]},
         {"name": "g", "title": "G", "variants": ["plain"], "curves": ["train/entropy", "seconds/rollout"]},
+        {"name": "h", "title": "H", "variants": ["plain"], "curves": ["train/ref_kl"]},
     ]
     variants = [{"name": "plain", "label": "p|q"}, *VARIANTS[1:]]
     study, runs = planned(tmp_path, figures=figures, variants=variants, entropy_fit=["plain"])
     for run in runs:
         finish(run, [0.2, 0.3, 0.5], entropy={1: 0.8, 2: 0.6, 3: 0.3, 4: 0.1})
+        if run.variant != "plain":
+            append_jsonl(run.folder / "metrics.jsonl", [{"step": 4, "kind": "train", "train/ref_kl": 0.1}])
     page = write_page(study, [read_result(run) for run in runs], []).read_text()
     lines = [line for line in page.splitlines() if line.startswith("Not drawn: ")]
-    assert [line.split()[2:5:2] for line in lines] == [["misspelt", "F."], ["seconds/rollout", "G."]]
+    assert [line.split()[2:5:2] for line in lines] == [
+        ["misspelt", "F."],
+        ["seconds/rollout", "G."],
+        ["train/ref_kl", "H."],
+    ]
     tables = [part.splitlines() for part in page.split("\n\n") if part.startswith("|")]
     n_cells = [{len(re.findall(r"(?<!\\)\|", line)) for line in table} for table in tables]
     assert [len(found) for found in n_cells] == [1, 1, 1]
