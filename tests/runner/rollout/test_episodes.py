@@ -25,6 +25,7 @@ from talkers import CHATML, chat_tokenizer
 from test_group_buffer import saved
 
 from dapo_kernels import dapo_loss
+from dapo_runner import http
 from dapo_runner.algorithms.advantage import make_sequences
 from dapo_runner.algorithms.learner import Learner
 from dapo_runner.config import AdvantageConfig, Config, ModelConfig, RolloutLogConfig
@@ -33,7 +34,7 @@ from dapo_runner.engines.engine import BatchCall, Groups
 from dapo_runner.engines.hf import HFEngine
 from dapo_runner.environments.environment import Message
 from dapo_runner.environments.template import CUT
-from dapo_runner.environments.tools import MOST_CHARACTERS
+from dapo_runner.environments.tools import MOST_CHARACTERS, TOOL_LOOP
 from dapo_runner.logging.metrics import batch_metrics
 from dapo_runner.logging.rollout_log import RolloutLog, read_step
 from dapo_runner.logging.show import page
@@ -246,7 +247,9 @@ class Odd(talkers.Talker):
         return result if method != place else found() if callable(found) else found
 
 
-def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> None:
+def test_environments_that_misbehave_are_left_out_counted_and_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []  # loops of tools, one of which may block its loop
+    monkeypatch.setattr(http, "replace_if_blocked", looked_at.append)
     tokenizer = chat_tokenizer(CHATML.replace("'judge'", "'tool'"))
     prompts = [replace(prompt_of(tokenizer, way=way, seen=[]), id=way) for way in WAYS]
     kinds = Counter(kind for kind, _, _ in WAYS.values() if kind)
@@ -271,6 +274,7 @@ def test_environments_that_misbehave_are_left_out_counted_and_closed_once() -> N
     failed = {f"failed_{kind}": 2 * n for kind, n in kinds.items()}
     fine = 2 * (len(WAYS) - kinds.total())
     assert counts == {"episodes": 2 * len(WAYS), "failed": 2 * kinds.total(), **failed, "resets": fine}
+    assert looked_at == [TOOL_LOOP] * (2 * kinds["late"])
     unknown, failed_first = runner.take_warnings()
     assert "é" in unknown
     assert "raises at the start" in failed_first
